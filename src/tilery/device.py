@@ -1,0 +1,89 @@
+"""What this machine is, and how fast it can be: ceilings are measured on it once and kept."""
+
+import functools
+import json
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from tilery import settings
+
+
+@functools.cache
+def arch(where: torch.device) -> str:
+    """sm_90 for an H200, cpu for a CPU."""
+    if where.type != "cuda":
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability(where)
+    return f"sm_{major}{minor}"
+
+
+@functools.cache
+def name(where: torch.device) -> str:
+    return torch.cuda.get_device_name(where) if where.type == "cuda" else _cpu_name()
+
+
+def slug(where: torch.device) -> str:
+    """The name as a file name: nvidia_h200."""
+    return re.sub(r"[^a-z0-9]+", "_", name(where).lower()).strip("_")
+
+
+def _cpu_name() -> str:
+    """The model as the kernel names it; clouds call many of them alike, so the number of cores stands with it."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists() and (found := re.search(r"model name\s*: (.+)", info.read_text())):
+        model = found.group(1)
+    return f"CPU {model} x{cores()}"
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def default() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The best this machine did when it was asked: nothing runs much faster."""
+
+    bandwidth: float  # bytes/s of a large copy, read and written
+    flops: dict[str, float]  # dtype name -> FLOP/s of a large matrix product
+
+    def roof_ms(self, flops: int, nbytes: int, dtype: str) -> float:
+        rate = self.flops.get(dtype, max(self.flops.values()))
+        return 1e3 * max(flops / rate, nbytes / self.bandwidth)
+
+
+def ceilings(where: torch.device, measure: bool = False) -> Ceilings:
+    """Measured once per device, kept in the data folder; `measure` measures again."""
+    path = settings.get().data_dir / "ceilings" / f"{slug(where)}.json"
+    if path.exists() and not measure:
+        return Ceilings(**json.loads(path.read_text()))
+    found = _measured(where)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_text(json.dumps(asdict(found)))
+    partial.replace(path)
+    return found
+
+
+def _measured(where: torch.device) -> Ceilings:
+    from tilery import timing
+
+    elements, n = (2**28, 8192) if where.type == "cuda" else (2**24, 1024)
+    source = torch.randn(elements, device=where)
+    target = torch.empty_like(source)
+    copy = timing.best_ms(lambda: target.copy_(source), where)
+    del source, target
+    flops = {}
+    for dtype_name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        a, b = (torch.randn(n, n, device=where).to(dtype) for _ in range(2))
+        flops[dtype_name] = 2 * n**3 / timing.best_ms(lambda a=a, b=b: a @ b, where) * 1e3  # type: ignore[misc]
+    return Ceilings(bandwidth=2 * elements * 4 / copy * 1e3, flops=flops)

@@ -1,0 +1,333 @@
+"""The op contract: what an op means, stated once. Dispatch, tests, bench, tuner and docs read it from here."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from types import ModuleType, NoneType, UnionType
+from typing import Any, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tilery import dispatch
+from tilery.errors import BadInput, NoBackward, require
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
+
+
+class TensorSpec(NamedTuple):
+    """What may be known of a tensor before it runs: metadata, never data."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device  # type and index: cpu, cuda:0 and cuda:1 are three devices
+    aligned: bool  # data starts on 16 bytes: what vector loads need and a slice may lose
+
+    @classmethod
+    def of(cls, t: Tensor, aligned: bool | None = None) -> "TensorSpec":
+        """`aligned` is given for tensors without an address (fake, meta)."""
+        return cls(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0 if aligned is None else aligned)
+
+    @classmethod
+    def contiguous(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> "TensorSpec":
+        strides: list[int] = []
+        step = 1
+        for size in reversed(shape):
+            strides.insert(0, step)
+            step *= cast(int, torch.sym_max(size, 1))  # torch counts an empty dimension as 1; sizes may be symbolic
+        return cls(tuple(shape), tuple(strides), dtype, torch.device(device), True)
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
+    def stride(self, dim: int) -> int:
+        """Spelled as on a tensor, so that one function serves a launch and a compile."""
+        return self.strides[dim]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        where = f"{self.device}" + ("" if self.aligned else ", not 16-byte aligned")
+        return f"{dtype_name(self.dtype)}{list(self.shape)} with strides {list(self.strides)} on {where}"
+
+
+class Cost(NamedTuple):
+    flops: int  # least arithmetic the op needs
+    bytes: int  # least memory traffic the op needs
+
+
+class Bucket(NamedTuple):
+    exact: str  # must be the same for a tuned config to carry over
+    scaled: dict[str, int]  # may grow up to the next tuned value
+
+
+@dataclass(frozen=True)
+class Case:
+    params: dict[str, Any]  # arguments of the op's `inputs`, plain data
+    refused_by: dict[str, str] = field(default_factory=dict)  # kernel -> words its refusal must contain
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={value}" for name, value in self.params.items())
+
+
+def case(refused_by: Mapping[str, str] | None = None, **params: Any) -> Case:
+    return Case(params, dict(refused_by or {}))
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What a compiler made of a kernel; plain data, so that it crosses processes."""
+
+    arch: str
+    code: dict[str, str]  # stage -> text: "ir", "cuda", "ptx", "asm"; SASS is read from the cubin when asked for
+    cubin: bytes | None = None
+    registers: int | None = None  # per thread; None where the language does not say
+    spills: int | None = None  # bytes of stack per thread: spilled registers live there
+    shared: int | None = None  # bytes per block, static and dynamic
+
+
+class _Kind(NamedTuple):
+    """What one parameter takes."""
+
+    types: tuple[type, ...]
+    decides: bool  # part of the plan's key; a runtime scalar is not
+
+    def __str__(self) -> str:
+        return " or ".join("None" if t is NoneType else t.__name__ for t in self.types)
+
+
+REGISTRY: dict[str, "Op"] = {}
+LIBRARY = torch.library.Library("tilery", "FRAGMENT")  # not custom_op: its wrappers made a CPU call 5x slower
+
+
+@dataclass(eq=False)
+class Op:
+    """Functions marked `specs` take the arguments with specs for tensors and without the runtime scalars."""
+
+    reference: Callable[..., Any]  # plain torch in the dtype it is given; its signature and docstring are the op's
+    check: Callable[..., None]  # specs -> raises BadInput
+    outputs: Callable[..., tuple[TensorSpec, ...]]  # specs -> what dispatch allocates and a test poisons
+    cost: Callable[..., Cost]  # specs
+    bucket: Callable[..., Bucket]  # specs
+    inputs: Callable[..., dict[str, Any]]  # case.params, device and seed -> arguments
+    cases: dict[str, list[Case]]  # "test" and "bench"
+    allowed: dict[torch.dtype, float]  # greatest rms(out - ref) / rms(ref), by output dtype
+    kernels: tuple[str, ...]  # "language" or "language.variant", in order of preference
+    baselines: dict[str, Callable[..., Any]]  # "baseline:..." -> what a user would run otherwise
+    runtime: tuple[str, ...] = ()  # scalars that no decision depends on: not in the key, unseen by the functions above
+    mutates: tuple[str, ...] = ()  # tensors written in place; such an op is named `op_`
+    backward: Callable[..., Any] | None = None  # (args, outs, grads) -> a gradient or None per argument; calls other ops
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.reference)
+        self.name = self.reference.__name__
+        self.signature = inspect.signature(self.reference)
+        self.plans = dispatch.Plans()
+        self.modules = {name: f"{self.reference.__module__}.{name.replace('.', '_')}_kernel" for name in self.kernels}
+        hints = get_type_hints(self.reference)
+        self.names = tuple(self.signature.parameters)
+        self._defaults = {n: p.default for n, p in self.signature.parameters.items()}
+        self._kinds = tuple(_Kind(_accepted(hints[n]), n not in self.runtime) for n in self.names)
+        self._mutated = tuple(self.names.index(n) for n in self.mutates)
+        self._register()
+        REGISTRY[self.name] = self
+
+    def _register(self) -> None:
+        # The schema comes from the reference's annotations, so it is flat, fixed and written once.
+        LIBRARY.define(self.name + torch.library.infer_schema(self.reference, mutates_args=self.mutates))
+        LIBRARY.impl(self.name, self._library_call, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tilery::{self.name}", self.fake, lib=LIBRARY)
+        if self.backward is None:
+            LIBRARY.impl(self.name, self._refusing_autograd, "Autograd")
+        else:
+            torch.library.register_autograd(
+                f"tilery::{self.name}", self._backward, setup_context=self._save, lib=LIBRARY
+            )
+        self.torch_op = getattr(torch.ops.tilery, self.name)
+
+    # The way of a call
+
+    def __call__(self, *args: Any, backend: str | None = None, config: Any = None, out: Any = None, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # first: what follows is not for a tracer
+            require(backend is config is out is None, f"{self.name}: backend=, config= and out= are for eager calls")
+            return self.torch_op(*args, **kwargs)
+        if kwargs or len(args) != len(self.names):
+            args = self.complete(args, kwargs)
+        key = self._key(args, backend, config)
+        if key is None:
+            return self._unusual_call(args, backend, config, out)
+        plan = self.plans.get(key)
+        if plan is None:
+            plan = self.plans.make(key, lambda: self.plan(self.specs(args), backend, config))
+        return plan(args, out)
+
+    def _key(self, args: tuple[Any, ...], backend: str | None, config: Any) -> tuple[Any, ...] | None:
+        """What decides the plan; None unless every tensor is plain and no mode, transform or gradient has a say."""
+        if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
+        key: list[Any] = [backend, config]
+        grad = torch.is_grad_enabled()
+        try:
+            for value, kind in zip(args, self._kinds):
+                cls = type(value)
+                if cls is Tensor or cls is Parameter:
+                    if (grad and value.requires_grad) or value.is_neg():
+                        return None
+                    key += (value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15 == 0)
+                elif cls in kind.types:
+                    if kind.decides:
+                        key.append(value)
+                else:
+                    return None
+        except RuntimeError:  # sparse and nested tensors have no strides
+            return None
+        return tuple(key)
+
+    def _unusual_call(self, args: tuple[Any, ...], backend: str | None, config: Any, out: Any) -> Any:
+        """Bad input is named; tracers, subclasses and gradients go through torch's dispatcher."""
+        args = self.bind(args)
+        self._refuse_grad(args)
+        chosen = backend is not None or config is not None or out is not None
+        require(not chosen, f"{self.name}: backend=, config= and out= are for plain tensors without gradients")
+        return self.torch_op(*args)
+
+    def plan(self, specs: tuple[Any, ...], backend: str | None = None, config: Any = None) -> "dispatch.Plan":
+        """Decides kernel and config from metadata alone; an engine may hold the plan and skip the lookup."""
+        self.validate(specs)
+        return dispatch.decide(self, specs, backend, config)
+
+    def validate(self, specs: tuple[Any, ...]) -> None:
+        """What every op asks of its tensors, then what this op asks."""
+        tensors = [(n, s) for n, s in zip(self._deciding_names, specs) if isinstance(s, TensorSpec)]
+        devices = {s.device for _, s in tensors}
+        if len(devices) != 1:
+            where = ", ".join(f"{n} on {s.device}" for n, s in tensors)
+            raise BadInput(f"{self.name}: all tensors must be on one device, got {where}")
+        for name, spec in tensors:
+            for dim, (size, stride) in enumerate(zip(spec.shape, spec.strides)):
+                if stride == 0 and size > 1:
+                    raise BadInput(
+                        f"{self.name}: {name} must not be expanded, got stride 0 along dimension {dim} "
+                        f"of size {size}; call .contiguous() on it"
+                    )
+        try:
+            self.check(*specs)
+        except BadInput as error:
+            raise BadInput(f"{self.name}: {error}") from None
+
+    @functools.cached_property
+    def _deciding_names(self) -> tuple[str, ...]:
+        return tuple(n for n, k in zip(self.names, self._kinds) if k.decides)
+
+    def kernel(self, name: str) -> ModuleType:
+        """The kernel's module, imported on first use."""
+        return dispatch.load_kernel(self, name)
+
+    def add_kernel(self, name: str, module: str) -> None:
+        """Hangs a third party's kernel below this op, after the ones that are there."""
+        require(name not in self.modules, f"{self.name}: there is a kernel {name!r} already, in {self.modules.get(name)}")
+        self.modules[name] = module
+        self.kernels = (*self.kernels, name)
+        self.plans.clear()
+
+    # Arguments
+
+    def complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Every argument in signature order, defaults filled in."""
+        rest = [kwargs.get(n, self._defaults[n]) for n in self.names[len(args) :]]
+        if len(args) + len(rest) == len(self.names) and not any(v is inspect.Parameter.empty for v in rest):
+            given = sum(n in kwargs for n in self.names[len(args) :])
+            if given == len(kwargs):
+                return (*args, *rest)
+        try:
+            self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise BadInput(f"{self.name}: {error}; it takes {self.signature}") from None
+        raise AssertionError("a call that binds was not completed")
+
+    def bind(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments, each of the kind the signature says and, if a tensor, one that holds dense data."""
+        for name, kind, value in zip(self.names, self._kinds, args, strict=True):
+            if not isinstance(value, kind.types):
+                raise BadInput(f"{self.name}: {name} must be {kind}, got {type(value).__name__}")
+            if isinstance(value, Tensor):
+                _require_dense(f"{self.name}: {name}", value)
+        return args
+
+    def specs(self, args: tuple[Any, ...], aligned: bool | None = None) -> tuple[Any, ...]:
+        return tuple(
+            TensorSpec.of(a, aligned) if isinstance(a, Tensor) else a for a, k in zip(args, self._kinds) if k.decides
+        )
+
+    # torch.library
+
+    def _library_call(self, *args: Any) -> Any:
+        args = self.bind(self.complete(args, {}))
+        specs = self.specs(args)
+        key = (None, None, specs)
+        return (self.plans.get(key) or self.plans.make(key, lambda: self.plan(specs)))(args, None)
+
+    def fake(self, *args: Any) -> Any:
+        # Not `bind`: a tracer may pass symbolic scalars. A tensor without data counts as freshly allocated.
+        specs = self.specs(self.complete(args, {}), aligned=True)
+        self.validate(specs)
+        return dispatch.unpacked(tuple(spec.empty() for spec in self.outputs(*specs)))
+
+    def _refusing_autograd(self, *args: Any) -> Any:
+        self._refuse_grad(args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.torch_op(*args)
+
+    def _refuse_grad(self, args: tuple[Any, ...]) -> None:
+        if self.backward is not None or not torch.is_grad_enabled():
+            return
+        for name, value in zip(self.names, args):
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise NoBackward(
+                    f"{self.name} has no backward and {name} requires grad; call it under torch.no_grad() "
+                    f"or pass {name}.detach()"
+                )
+
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        outs = dispatch.packed(output)
+        ctx.scalars = tuple(None if isinstance(v, Tensor) else v for v in inputs)
+        ctx.tensors = tuple(isinstance(v, Tensor) for v in inputs)
+        ctx.save_for_backward(*(v for v in inputs if isinstance(v, Tensor)), *outs)
+
+    def _backward(self, ctx: Any, *grads: Tensor) -> Any:
+        assert self.backward is not None
+        saved = iter(ctx.saved_tensors)
+        args = tuple(next(saved) if is_tensor else v for is_tensor, v in zip(ctx.tensors, ctx.scalars))
+        return self.backward(args, tuple(saved), grads)
+
+
+def _accepted(hint: Any) -> tuple[type, ...]:
+    """Tensor | None -> (Tensor, NoneType); float also takes an int."""
+    types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return (*types, int) if float in types else tuple(types)
+
+
+def _require_dense(what: str, t: Tensor) -> None:
+    require(not t.is_nested, f"{what} must be a plain tensor, got a nested one")
+    require(t.layout is torch.strided, f"{what} must be dense (torch.strided), got {t.layout}; call .to_dense() on it")
+    require(not t.is_complex(), f"{what} must be real, got {t.dtype}; pass .real and .imag apart")
+    require(not t.is_neg(), f"{what} must hold its values, got a lazily negated view; call .resolve_neg() on it")
+    traced = torch._C._len_torch_dispatch_stack() or type(t) not in (Tensor, Parameter)
+    require(
+        not t.is_meta or bool(traced),
+        f"{what} must hold data, got a meta tensor; torch.ops.tilery infers shapes from meta tensors",
+    )
+
+
+def op(**contract: Any) -> Callable[[Callable[..., Any]], Op]:
+    return lambda reference: Op(reference, **contract)

@@ -1,0 +1,113 @@
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilery import inputs as draw
+from tilery.errors import require
+from tilery.op import Bucket, Cost, TensorSpec, case, dtype_name, op
+
+# fp32 is true fp32: tf32 would give 3e-4. Sums of up to 2**14 products in fp32 stay below 2e-6.
+ALLOWED = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+
+
+def layout(x: Any) -> str:
+    """'n' where rows are contiguous, 't' where columns are; x is a tensor or a spec of two dimensions."""
+    return "n" if x.stride(1) == 1 or (x.shape[1] == 1 and x.stride(0) != 1) else "t"
+
+
+def check(a: TensorSpec, b: TensorSpec) -> None:
+    for name, x in (("a", a), ("b", b)):
+        require(x.dtype in ALLOWED, f"{name} must be {', '.join(map(dtype_name, ALLOWED))}, got {dtype_name(x.dtype)}")
+        require(len(x.shape) == 2, f"{name} must be a matrix, got shape {list(x.shape)}")
+        require(
+            x.stride(0) == 1 or x.stride(1) == 1 or x.shape[0] <= 1 or x.shape[1] <= 1,
+            f"{name} must have stride 1 along one dimension, got strides {list(x.strides)}; call .contiguous() on it",
+        )
+    require(a.dtype == b.dtype, f"b must be {dtype_name(a.dtype)} as a is, got {dtype_name(b.dtype)}")
+    require(
+        a.shape[1] == b.shape[0],
+        f"a [M, K] and b [K, N] must agree in K, got {list(a.shape)} and {list(b.shape)}",
+    )
+
+
+def outputs(a: TensorSpec, b: TensorSpec) -> tuple[TensorSpec, ...]:
+    return (TensorSpec.contiguous((a.shape[0], b.shape[1]), a.dtype, a.device),)
+
+
+def cost(a: TensorSpec, b: TensorSpec) -> Cost:
+    (m, k), n = a.shape, b.shape[1]
+    return Cost(flops=2 * m * n * k, bytes=a.nbytes + b.nbytes + m * n * a.dtype.itemsize)
+
+
+def bucket(a: TensorSpec, b: TensorSpec) -> Bucket:
+    (m, k), n = a.shape, b.shape[1]
+    return Bucket(exact=f"n={n},k={k},{dtype_name(a.dtype)},{layout(a)}{layout(b)}", scaled={"m": m})
+
+
+def inputs(
+    m: int, n: int, k: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", trans_b: int = 1,
+    device: str = "cuda", seed: int = 0,
+) -> dict[str, Tensor]:  # fmt: skip
+    """`trans_b`: b is w.T of a weight w [N, K]; `layout` is a's."""
+    g = draw.generator(seed, device)
+    a = draw.matrix(m, k, dtype, g, layout, special)
+    b = draw.matrix(k, n, dtype, g, "transposed" if trans_b else "contiguous")
+    return {"a": a, "b": b}
+
+
+@op(
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
+    kernels=("numba", "triton", "gluon", "tilelang", "cutile", "cuda", "cupy", "numba_cuda"),
+    baselines={"baseline:torch": torch.matmul},
+    cases={
+        "test": [
+            case(m=128, n=256, k=192, dtype="fp16"),
+            case(m=128, n=256, k=192, dtype="bf16"),
+            case(m=128, n=256, k=192, dtype="bf16", trans_b=0),
+            case(m=64, n=64, k=64, dtype="fp32"),
+            case(m=65, n=33, k=97, dtype="fp32"),  # odd tails on every side
+            case(m=65, n=33, k=97, dtype="bf16", trans_b=0),
+            case(m=100, n=136, k=72, dtype="fp16"),  # tails that 16-byte loads can bear
+            case(m=1, n=128, k=256, dtype="bf16"),  # one row
+            case(m=1, n=1, k=1, dtype="fp32"),
+            case(m=0, n=64, k=64, dtype="fp16"),  # nothing to launch
+            case(m=64, n=0, k=64, dtype="fp16"),
+            case(m=40, n=24, k=0, dtype="fp16"),  # a sum of nothing is zero
+            case(m=40, n=24, k=0, dtype="fp32"),
+            case(m=70, n=64, k=64, dtype="bf16", layout="transposed"),
+            case(m=70, n=64, k=64, dtype="fp16", layout="transposed", trans_b=0),
+            case(m=33, n=64, k=64, dtype="fp16", layout="padded"),
+            case(m=33, n=40, k=64, dtype="bf16", layout="misaligned"),
+            case(m=3, n=32, k=64, dtype="fp16", layout="far"),  # more than 2**31 elements from first to last
+            case(m=32, n=64, k=64, dtype="bf16", special="nan"),
+            case(m=32, n=64, k=64, dtype="fp32", special="inf"),
+        ],
+        "bench": [case(m=m, n=n, k=4096, dtype="bf16") for m, n in ((16, 4096), (4096, 4096), (4096, 14336))],
+        "bench_cpu": [case(m=1024, n=1024, k=1024, dtype="fp32"), case(m=1024, n=1024, k=1024, dtype="bf16")],
+    },
+)  # fmt: skip
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Matrix product: c = a · b; a [M, K], b [K, N], c [M, N]; each of a and b row- or column-major (b may be w.T)."""
+    return a @ b
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear layer: y = x · wᵀ + bias; x [..., K], w [N, K], bias [N], y [..., N]."""
+    require(isinstance(x, Tensor) and x.dim() >= 1, f"linear: x must be a tensor [..., K], got {_described(x)}")
+    require(isinstance(w, Tensor) and w.dim() == 2, f"linear: w must be a tensor [N, K], got {_described(w)}")
+    require(
+        x.shape[-1] == w.shape[1], f"linear: x [..., K] and w [N, K] must agree in K, got {list(x.shape)} and {list(w.shape)}"
+    )
+    y = matmul(x.reshape(-1, x.shape[-1]), w.t())
+    if bias is not None:
+        require(
+            isinstance(bias, Tensor) and bias.shape == (w.shape[0],) and bias.dtype == x.dtype,
+            f"linear: bias must be {dtype_name(x.dtype)}[{w.shape[0]}], got {_described(bias)}",
+        )
+        y = y + bias
+    return y.reshape(*x.shape[:-1], w.shape[0])
+
+
+def _described(value: Any) -> str:
+    return f"{dtype_name(value.dtype)}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

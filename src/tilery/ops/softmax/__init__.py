@@ -1,0 +1,42 @@
+import torch
+from torch import Tensor
+
+from tilery import inputs as draw
+from tilery.op import Bucket, Cost, TensorSpec, op
+from tilery.ops import rows
+
+ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+
+
+def check(x: TensorSpec) -> None:
+    rows.check_rows("x", x, ALLOWED)
+
+
+def outputs(x: TensorSpec) -> tuple[TensorSpec, ...]:
+    return (TensorSpec.contiguous(x.shape, x.dtype, x.device),)
+
+
+def cost(x: TensorSpec) -> Cost:
+    return rows.cost_rows(x, flops=5, tensors=2)  # max, subtract, exp, sum, divide; read x, write y
+
+
+def bucket(x: TensorSpec) -> Bucket:
+    return rows.bucket_rows(x)
+
+
+def inputs(
+    m: int, n: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
+    device: str = "cuda", seed: int = 0,
+) -> dict[str, Tensor]:  # fmt: skip
+    return {"x": rows.draw(m, n, dtype, draw.generator(seed, device), layout, special, batch)}
+
+
+@op(
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
+    kernels=("numba", "triton", "cutile", "cuda"),
+    baselines={"baseline:torch": lambda x: torch.softmax(x, -1)},
+    cases={"test": rows.test_cases(refused_by={"triton": "row of 65537"}), **rows.bench_cases()},
+)  # fmt: skip
+def softmax(x: Tensor) -> Tensor:
+    """Softmax over the last axis: y = exp(x - max(x)) / sum(exp(x - max(x))); x, y [..., N]."""
+    return torch.softmax(x, -1)

@@ -1,0 +1,76 @@
+"""What the environment may set, read here and nowhere else. A change drops every held plan."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from tilery.errors import BadSetting
+
+_SWITCH = {"": False, "0": False, "1": True}
+
+
+@dataclass(frozen=True)
+class Settings:
+    data_dir: Path  # TILERY_DATA_DIR: ceilings, the user's tuned configs
+    cache_dir: Path  # TILERY_CACHE_DIR: compiled kernels; may be deleted at any time
+    config_dir: Path  # TILERY_CONFIG_DIR: tuned configs, searched before the shipped ones
+    explain: bool = False  # TILERY_EXPLAIN=1: print every new plan
+
+
+def from_environment() -> Settings:
+    explain = os.environ.get("TILERY_EXPLAIN", "")
+    if explain not in _SWITCH:
+        raise BadSetting(f"TILERY_EXPLAIN must be 0 or 1, got {explain!r}")
+    data = _folder("TILERY_DATA_DIR", platformdirs.user_data_dir("tilery"))
+    return Settings(
+        data_dir=data,
+        cache_dir=_folder("TILERY_CACHE_DIR", platformdirs.user_cache_dir("tilery")),
+        config_dir=_folder("TILERY_CONFIG_DIR", str(data / "tuned")),
+        explain=_SWITCH[explain],
+    )
+
+
+def _folder(variable: str, default: str) -> Path:
+    path = Path(os.environ.get(variable) or default).expanduser()
+    if path.exists() and not path.is_dir():
+        raise BadSetting(f"{variable} must name a folder, got the file {path}")
+    return path.absolute()
+
+
+_current: Settings | None = None
+_listeners: list[Callable[[], None]] = []
+
+
+def get() -> Settings:
+    global _current
+    if _current is None:
+        _current = from_environment()
+    return _current
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    _listeners.append(listener)
+
+
+def change(**changes: Any) -> None:
+    """Sets fields for the rest of this process."""
+    global _current
+    _current = replace(get(), **changes)
+    for listener in _listeners:
+        listener()
+
+
+@contextlib.contextmanager
+def override(**changes: Any) -> Iterator[Settings]:
+    """Sets fields inside a `with` block."""
+    before = get()
+    change(**changes)
+    try:
+        yield get()
+    finally:
+        change(**{name: getattr(before, name) for name in changes})
