@@ -1,10 +1,13 @@
 """What this machine is, and how fast it can be: ceilings are measured on it once and kept."""
 
+import contextlib
+import contextvars
 import functools
 import json
 import os
 import platform
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,13 +16,38 @@ import torch
 from tilery import settings
 
 
-@functools.cache
+_pretended: contextvars.ContextVar[str | None] = contextvars.ContextVar("arch", default=None)
+
+# Shared memory one block may have, in bytes, by architecture (CUDA C++ Programming Guide, compute capabilities).
+_SHARED = {"sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227}
+
+
 def arch(where: torch.device) -> str:
-    """sm_90 for an H200, cpu for a CPU."""
+    """sm_90 for an H200, cpu for a CPU; inside `pretend`, what is pretended."""
     if where.type != "cuda":
         return "cpu"
+    return _pretended.get() or _present_arch(where)
+
+
+@functools.cache
+def _present_arch(where: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(where)
     return f"sm_{major}{minor}"
+
+
+@contextlib.contextmanager
+def pretend(present: str) -> Iterator[None]:
+    """Inside, CUDA devices are of this architecture: for planning and compiling without them."""
+    token = _pretended.set(present)
+    try:
+        yield
+    finally:
+        _pretended.reset(token)
+
+
+def shared_limit(present: str) -> int:
+    """Bytes of shared memory that one block may have."""
+    return _SHARED.get(present, 99) * 1024
 
 
 @functools.cache
@@ -83,7 +111,10 @@ def _measured(where: torch.device) -> Ceilings:
     copy = timing.best_ms(lambda: target.copy_(source), where)
     del source, target
     flops = {}
-    for dtype_name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    if where.type == "cuda":
+        dtypes["fp16"] = torch.float16  # torch on a CPU multiplies fp16 a thousand times slower than fp32: no ceiling
+    for dtype_name, dtype in dtypes.items():
         a, b = (torch.randn(n, n, device=where).to(dtype) for _ in range(2))
         flops[dtype_name] = 2 * n**3 / timing.best_ms(lambda a=a, b=b: a @ b, where) * 1e3  # type: ignore[misc]
     return Ceilings(bandwidth=2 * elements * 4 / copy * 1e3, flops=flops)

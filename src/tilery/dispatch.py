@@ -20,6 +20,7 @@ from tilery.errors import BadInput, NoBackend, require
 if TYPE_CHECKING:
     from tilery.op import Op, TensorSpec
 
+_empty = torch.empty_strided
 _ticks = itertools.count()  # next() on it is atomic: a clock for "least recently used" that needs no lock
 
 
@@ -46,9 +47,7 @@ class Plan:
 
     def __call__(self, args: tuple[Any, ...], out: Any = None) -> Any:
         if out is None:
-            outs = tuple(
-                [torch.empty_strided(s.shape, s.strides, dtype=s.dtype, device=s.device) for s in self.outs]
-            )
+            outs = tuple([_empty(s.shape, s.strides, dtype=s.dtype, device=s.device) for s in self.outs])
         else:
             outs = self._destination(args, out)
         self.launch(outs, args)

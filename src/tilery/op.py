@@ -106,6 +106,12 @@ class _Kind(NamedTuple):
         return " or ".join("None" if t is NoneType else t.__name__ for t in self.types)
 
 
+# Held by name: each look-up through torch's modules costs the direct path 30 to 60 ns.
+_is_compiling = torch.compiler.is_compiling
+_modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_grad_enabled = torch.is_grad_enabled
+
 REGISTRY: dict[str, "Op"] = {}
 LIBRARY = torch.library.Library("tilery", "FRAGMENT")  # not custom_op: its wrappers made a CPU call 5x slower
 
@@ -158,7 +164,7 @@ class Op:
     # The way of a call
 
     def __call__(self, *args: Any, backend: str | None = None, config: Any = None, out: Any = None, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # first: what follows is not for a tracer
+        if _is_compiling():  # first: what follows is not for a tracer
             require(backend is config is out is None, f"{self.name}: backend=, config= and out= are for eager calls")
             return self.torch_op(*args, **kwargs)
         if kwargs or len(args) != len(self.names):
@@ -173,10 +179,10 @@ class Op:
 
     def _key(self, args: tuple[Any, ...], backend: str | None, config: Any) -> tuple[Any, ...] | None:
         """What decides the plan; None unless every tensor is plain and no mode, transform or gradient has a say."""
-        if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if _modes() or _transform() is not None:
             return None
         key: list[Any] = [backend, config]
-        grad = torch.is_grad_enabled()
+        grad = _grad_enabled()
         try:
             for value, kind in zip(args, self._kinds):
                 cls = type(value)

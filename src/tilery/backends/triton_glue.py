@@ -1,12 +1,13 @@
 """Triton and Gluon: compiles a kernel from specs for an architecture that need not be present."""
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from tilery.backends import cubin
 from tilery.errors import CompileFailed
@@ -25,6 +26,14 @@ def interpreter_refusal(specs: tuple[Any, ...]) -> str | None:
     return None
 
 
+class Descriptor(NamedTuple):
+    """A tensor descriptor in a compile: what a launch would build from a tensor."""
+
+    spec: TensorSpec
+    block: tuple[int, ...]
+    layout: Any  # Gluon's shared layout
+
+
 def compile(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any], arch: str) -> Artifact:
     """Specializes as a launch would: on 16-byte pointers, on integers that are 1 or multiples of 16."""
     if not isinstance(kernel, triton.JITFunction):
@@ -33,6 +42,9 @@ def compile(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], 
     for i, (name, value) in enumerate(zip(kernel.arg_names, arguments)):
         if isinstance(value, TensorSpec):
             signature[name], divisible = _POINTER[value.dtype], value.aligned
+        elif isinstance(value, Descriptor):
+            element = _POINTER[value.spec.dtype].removeprefix("*")
+            signature[name], divisible = f"tensordesc<{element}{list(value.block)},{value.layout!r}>", False
         elif isinstance(value, float):
             signature[name], divisible = "fp32", False
         elif value == 1:
@@ -42,7 +54,7 @@ def compile(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], 
         if divisible:
             attrs[(i,)] = [["tt.divisibility", 16]]
     signature = {name: signature[name] for name in kernel.arg_names}  # Triton reads it by position
-    source = ASTSource(kernel, signature, constants, attrs)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attrs)
     built = triton.compile(source, target=GPUTarget("cuda", int(arch.removeprefix("sm_")), 32), options=options)
     used = cubin.resources(built.asm["cubin"])
     code = {"ir": built.asm["ttgir"], "ptx": built.asm["ptx"]}

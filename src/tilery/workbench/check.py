@@ -1,15 +1,19 @@
 """Is a kernel right? Poisoned outputs, a float64 reference, and refusals held to what the case declares."""
 
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilery import dispatch
-from tilery.errors import Wrong
+from tilery import device, dispatch
+from tilery.errors import BadInput, Wrong
 from tilery.op import Case, Op, dtype_name
+from tilery.workbench.compile import Compiler, specs_for
+from tilery.workbench.place import Place, not_run, place
+from tilery.workbench.result import Row
 
 # Finite, in every dtype, far from any result: an element that is not written gives itself away even where NaN is right.
 _POISON = -24576.0
@@ -40,28 +44,33 @@ def poisoned(spec: Any) -> Tensor:
     return spec.empty().fill_(_POISON)
 
 
-def check(op: Op, kernel: str, case: Case, device: Any, seed: int | None = None, config: Any = None) -> Checked:
-    """The error of each output, or the refusal the case declares; raises Wrong."""
+def check(op: Op, kernel: str, case: Case, target: Any, seed: int | None = None, config: Any = None) -> Checked:
+    """The error of each output, or the kernel's refusal; raises Wrong."""
     seed = random.randrange(2**31) if seed is None else seed
     where = f"{op.name} {kernel} {case} seed={seed}" + (f" {config}" if config is not None else "")
-    args = op.complete((), op.inputs(**case.params, device=device, seed=seed))
+    args = op.complete((), op.inputs(**case.params, device=target, seed=seed))
     specs = op.specs(args)
     op.validate(specs)
-    why, expected = dispatch.refusal(op, kernel, specs, config), case.refused_by.get(kernel)
-    if expected is not None:
-        if why is None or expected not in why:
-            raise Wrong(f"{where}: should refuse with {expected!r}, said {why!r}")
+    if why := dispatch.refusal(op, kernel, specs, config):
         return Checked((), why)
-    if why is not None:
-        raise Wrong(f"{where}: should take it, refused: {why}")
     plan = dispatch.decide(op, specs, kernel, config)
     outs = tuple(poisoned(spec) for spec in plan.outs)
     before = [a.clone() if isinstance(a, Tensor) else a for a in args]
     plan.launch(outs, args)
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
+    if torch.device(target).type == "cuda":
+        torch.cuda.synchronize(target)
     _require_inputs_kept(op, where, before, args)
     return Checked(_errors(op, where, before, (*outs, *(args[i] for i in plan.mutated))))
+
+
+def conform(op: Op, kernel: str, case: Case, target: Any) -> Checked:
+    """`check`, and a refusal must be what the case declares: no more, no less."""
+    found, expected = check(op, kernel, case, target), case.refused_by.get(kernel)
+    if expected is None and found.refused is not None:
+        raise Wrong(f"{op.name} {kernel} {case}: should take it, refused: {found.refused}")
+    if expected is not None and (found.refused is None or expected not in found.refused):
+        raise Wrong(f"{op.name} {kernel} {case}: should refuse with {expected!r}, said {found.refused!r}")
+    return found
 
 
 def _require_inputs_kept(op: Op, where: str, before: list[Any], after: tuple[Any, ...]) -> None:
@@ -85,3 +94,46 @@ def _errors(op: Op, where: str, args: list[Any], outs: tuple[Tensor, ...]) -> tu
         if not err <= op.allowed[out.dtype]:  # written so that NaN fails
             raise Wrong(f"{where}: output {i} has error {err:.2e}, allowed {op.allowed[out.dtype]:.0e} in {dtype_name(out.dtype)}")
     return errors
+
+
+def rows(
+    op: Op, kernels: list[str], cases: list[Case], compiler: Compiler, progress: Callable[[str], None] = lambda _: None
+) -> Iterator[Row]:
+    """A row for every kernel and case that runs here; one compiled row per dtype for a kernel that does not."""
+    for kernel in kernels:
+        where = place(op, kernel)
+        if where.device is None:
+            for case in _one_per_dtype(cases):
+                progress(f"compiling {op.name} {kernel} {case}")
+                yield not_run(op, kernel, case, compiler)
+            continue
+        for case in cases:
+            progress(f"checking {op.name} {kernel} {case}")
+            yield _row(op, kernel, case, where)
+
+
+def _one_per_dtype(cases: list[Case]) -> list[Case]:
+    return list({case.params.get("dtype"): case for case in reversed(cases)}.values())[::-1]
+
+
+def _row(op: Op, kernel: str, case: Case, where: Place) -> Row:
+    assert where.device is not None
+    row = Row(op.name, kernel, str(case), "pass", device=device.name(where.device))
+    if where.interpreted:
+        row.device = "interpreter"
+        if why := dispatch.environment_refusal(op, kernel, where.device, specs_for(op, case, "cpu")):
+            row.status, row.reason = "skipped", why
+            return row
+    ours = any(case is known for known in op.cases["test"])  # a user's own case declares no refusals
+    try:
+        found = (conform if ours else check)(op, kernel, case, where.device)
+    except BadInput:  # the case is not one of the op's
+        raise
+    except Exception as error:  # a kernel may raise anything; its row says what, and the others go on
+        row.status, row.reason = "fail", str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
+        return row
+    if found.refused is not None:
+        row.status, row.reason = "refused", found.refused
+    else:
+        row.error = max(found.errors, default=0.0)
+    return row

@@ -75,10 +75,10 @@ def inputs(
             case(m=64, n=0, k=64, dtype="fp16"),
             case(m=40, n=24, k=0, dtype="fp16"),  # a sum of nothing is zero
             case(m=40, n=24, k=0, dtype="fp32"),
-            case(m=70, n=64, k=64, dtype="bf16", layout="transposed"),
+            case(m=72, n=64, k=64, dtype="bf16", layout="transposed"),
             case(m=70, n=64, k=64, dtype="fp16", layout="transposed", trans_b=0),
             case(m=33, n=64, k=64, dtype="fp16", layout="padded"),
-            case(m=33, n=40, k=64, dtype="bf16", layout="misaligned"),
+            case(m=33, n=40, k=65, dtype="bf16", layout="misaligned"),
             case(m=3, n=32, k=64, dtype="fp16", layout="far"),  # more than 2**31 elements from first to last
             case(m=32, n=64, k=64, dtype="bf16", special="nan"),
             case(m=32, n=64, k=64, dtype="fp32", special="inf"),

@@ -1,40 +1,28 @@
 """One program per row; the whole row sits in registers, so x is read once."""
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
 from tilery.op import Artifact, TensorSpec
+from tilery.ops import triton_rows
 from tilery.ops.rms_norm import outputs
 from tilery.ops.rows import rows
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
-
-_WARPS = (1, 2, 4, 8, 16)
-_VALUES_PER_LANE = 128  # of 255 registers; the rest hold the weight and the addresses
-
-
-@dataclass(frozen=True)
-class Config:
-    num_warps: int
+archs = triton_rows.archs
+Config = triton_rows.Config
 
 
 def refusal(x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
-    n = x.shape[-1]
-    most = 32 * (config.num_warps if config else _WARPS[-1]) * _VALUES_PER_LANE
-    if triton.next_power_of_2(n) > most:
-        return f"row of {n} does not fit the registers of one program ({most} values)"
-    return None
+    return triton_rows.refusal(x.shape[-1], config)
 
 
 def default(x: TensorSpec, weight: TensorSpec) -> Config:
-    return Config(num_warps=min(max(triton.next_power_of_2(x.shape[-1]) // 512, 1), _WARPS[-1]))
+    return triton_rows.default(x.shape[-1])
 
 
 def configs(x: TensorSpec, weight: TensorSpec) -> list[Config]:
-    return [c for c in map(Config, _WARPS) if refusal(x, weight, c) is None]
+    return triton_rows.configs(x.shape[-1])
 
 
 @triton.jit

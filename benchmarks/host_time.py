@@ -1,0 +1,47 @@
+"""Host time that a direct call costs over the kernel's own launch.
+
+    python benchmarks/host_time.py
+
+Least of many batches, so that another process's work does not count. `launch` is `kernel.run` into outputs that are
+there already; `call` is `tilery.op(...)`: arguments, key, plan, outputs, device guard and that launch.
+"""
+
+import time
+
+import torch
+
+import tilery.ops  # noqa: F401  fills the registry
+from tilery.op import REGISTRY
+
+BATCH, BATCHES = 200, 100
+
+
+def least_us(function):
+    best = float("inf")
+    for _ in range(BATCHES):
+        start = time.perf_counter()
+        for _ in range(BATCH):
+            function()
+        best = min(best, (time.perf_counter() - start) / BATCH * 1e6)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # an empty queue: a full one makes launches wait
+    return best
+
+
+def host_times(op, backend=None):
+    """(call, launch) in µs on a problem so small that the kernel's own work is next to nothing."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    small = {"m": 1, "n": 16, "dtype": "fp32"} | ({"k": 16} if op.name == "matmul" else {})
+    args = op.complete((), op.inputs(**small, device=device, seed=0))
+    plan = op.plan(op.specs(args), backend)
+    outs = tuple(spec.empty() for spec in plan.outs)
+    op(*args)
+    plan.run(outs, args, plan.config)
+    return least_us(lambda: op(*args)), least_us(lambda: plan.run(outs, args, plan.config)), plan.kernel
+
+
+if __name__ == "__main__":
+    print(f"{'op':<10} {'kernel':<8} {'call':>8} {'launch':>8} {'over':>8}   µs")
+    for op in REGISTRY.values():
+        call, launch, kernel = host_times(op)
+        print(f"{op.name:<10} {kernel:<8} {call:8.2f} {launch:8.2f} {call - launch:8.2f}")

@@ -1,0 +1,3 @@
+from tilery.cli import main
+
+main()

@@ -1,0 +1,255 @@
+"""CUDA C++: builds .cu sources into cubins through NVRTC, keeps them on disk, launches them on torch's stream."""
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from cuda.bindings import driver, nvrtc
+
+from tilery import device, settings
+from tilery.backends import cubin
+from tilery.errors import CompileFailed, ToolMissing
+from tilery.op import Artifact, TensorSpec
+
+TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+
+_HEADER = Path(__file__).with_name("tilery.cuh")
+_OPTIONS = ("--std=c++17", "--generate-line-info")  # line info is for profilers and sanitizers; the code is the same
+_FORMAT = 1  # of a cache entry
+_NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
+_PARAMETERS = {"P": ctypes.c_void_p, "q": ctypes.c_longlong, "i": ctypes.c_int, "f": ctypes.c_float}
+
+
+class Built(NamedTuple):
+    cubin: bytes
+    ptx: str  # to be read
+    symbols: dict[str, str]  # name expression -> the kernel's name in the cubin
+
+
+class Kernel:
+    """One instance of a template in a .cu file, and how it is launched: blocks and threads in one dimension."""
+
+    def __init__(self, source: Path, name: str, parameters: str, threads: int, shared: int = 0) -> None:
+        """`parameters` in struct's letters: P pointer, q and i integers of 64 and 32 bits, f float; `shared` is dynamic."""
+        self.source, self.name, self.threads, self.shared = source, name, threads, shared
+        self._types = tuple(_PARAMETERS[letter] for letter in parameters)
+        self._functions: dict[int, Any] = {}  # device -> the loaded kernel
+        self._lock = threading.Lock()
+
+    def build(self, arch: str) -> Built:
+        return compile_source(self.source.read_text(), (self.name,), arch, file=self.source.name)
+
+    def compile(self, arch: str) -> Artifact:
+        built = self.build(arch)
+        used = cubin.resources(built.cubin)
+        code = {"cuda": self.source.read_text(), "ptx": built.ptx}
+        return Artifact(arch, code, built.cubin, used.registers, used.spills, used.shared + self.shared)
+
+    def launch(self, blocks: int, *values: Any) -> None:
+        """On the current device and torch's current stream; builds and loads at the first launch there."""
+        index = torch._C._cuda_getDevice()
+        function = self._functions.get(index) or self._load(index)
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        how = function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, (values, self._types), 0
+        (status,) = driver.cuLaunchKernel(*how)
+        if status == _NO_CONTEXT:  # this thread's first
+            _make_context_current(index)
+            (status,) = driver.cuLaunchKernel(*how)
+        if status:
+            _raise(status, f"launching {self.name} with {blocks} blocks of {self.threads} threads")
+
+    def _load(self, index: int) -> Any:
+        """Never unloaded: a captured CUDA graph may hold the kernel longer than we do."""
+        with self._lock:
+            if index not in self._functions:
+                _make_context_current(index)
+                built = self.build(device.arch(torch.device("cuda", index)))
+                module = _result(driver.cuModuleLoadData(built.cubin), f"loading {self.name}")
+                symbol = built.symbols[self.name].encode()
+                function = _result(driver.cuModuleGetFunction(module, symbol), f"finding {self.name}")
+                if self.shared:
+                    most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                    asked = driver.cuFuncSetAttribute(function, most, self.shared)
+                    _result(asked, f"giving {self.name} {self.shared} bytes of shared memory")
+                self._functions[index] = function
+            return self._functions[index]
+
+
+def width(tensors: tuple[Any, ...], *steps: int) -> int:
+    """Values per access: 16 bytes of them where all tensors or specs start on 16 bytes and no step leaves that, else 1."""
+    values = 16 // tensors[0].dtype.itemsize
+    for t in tensors:
+        if not (t.aligned if isinstance(t, TensorSpec) else t.data_ptr() & 15 == 0):
+            return 1
+    for step in steps:
+        if step % values:
+            return 1
+    return values
+
+
+# Rows: kernels that keep a row in the registers of one block, <name>, and in a loop where it is too long, <name>_long
+
+ROW_THREADS = (32, 64, 128, 256, 512, 1024)
+
+
+def _row_steps(n: int, values: int, threads: int) -> int | None:
+    """Accesses per thread for a row of n; None where it does not fit the registers: 255 per thread, 64 of 1024 threads."""
+    steps = -(-n // (values * threads))
+    return steps if steps * values <= min(64, 2**15 // threads) else None
+
+
+@functools.lru_cache(maxsize=256)
+def row_kernel(source: Path, parameters: str, dtype: torch.dtype, n: int, values: int, threads: int) -> Kernel:
+    steps = _row_steps(n, values, threads)
+    name, steps_given = (f"{source.stem}_long", "") if steps is None else (source.stem, f"{steps}, ")
+    return Kernel(source, f"{name}<{TYPES[dtype]}, {values}, {steps_given}{threads}>", parameters, threads)
+
+
+def row_threads(n: int, values: int) -> list[int]:
+    """Candidates: few idle threads, and long rows in large blocks."""
+    return [
+        t for t in ROW_THREADS
+        if (t == 32 or t * values < 2 * n) and (t >= 256 or _row_steps(n, values, t) is not None)
+    ]  # fmt: skip
+
+
+def row_refusal(threads: int) -> str | None:
+    return None if threads in ROW_THREADS else f"threads must be one of {', '.join(map(str, ROW_THREADS))}, got {threads}"
+
+
+def default_row_threads(n: int) -> int:
+    return next((t for t in ROW_THREADS if t * 16 >= n), ROW_THREADS[-1])
+
+
+# The driver
+
+
+def _raise(status: Any, doing: str) -> None:
+    (_, text) = driver.cuGetErrorString(status)
+    raise RuntimeError(f"CUDA: {doing}: {status.name} ({(text or b'').decode()})")
+
+
+def _result(answer: tuple[Any, ...], doing: str) -> Any:
+    if answer[0]:
+        _raise(answer[0], doing)
+    return answer[1] if len(answer) > 1 else None
+
+
+def _make_context_current(index: int) -> None:
+    """A thread that has not called the runtime yet has no context, and torch's allocator need not have called it."""
+    if not int(_result(driver.cuCtxGetCurrent(), "asking for the context")):
+        ordinal = _result(driver.cuDeviceGet(index), f"finding device {index}")
+        context = _result(driver.cuDevicePrimaryCtxRetain(ordinal), f"opening device {index}")
+        _result(driver.cuCtxSetCurrent(context), f"using device {index}")
+
+
+# The compiler
+
+
+def compile_source(source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...] = (), file: str = "source.cu") -> Built:
+    """The instances `names` of a source that may include tilery.cuh, from the disk or built now."""
+    target = arch + "a" if int(arch.removeprefix("sm_")) >= 90 else arch  # wgmma and its successors are in "a" alone
+    header = _HEADER.read_text()
+    flags = (f"--gpu-architecture={target}", *_OPTIONS, *options, *(f"--include-path={path}" for path in _includes()))
+    key = hashlib.sha256(json.dumps([_FORMAT, _compiler(), flags, names, header, source]).encode()).hexdigest()
+    path = settings.get().cache_dir / "cuda" / f"{Path(file).stem}-{arch}-{key[:32]}"
+    found = _read(path)
+    if found is None:
+        found = _build(source, header, names, flags, f"{file} for {arch}")
+        _write(path, found)
+    return found
+
+
+def _read(path: Path) -> Built | None:
+    """None unless the entry is there and whole: its first 32 bytes are the hash of the rest."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if hashlib.sha256(data[32:]).digest() != data[:32]:
+        return None
+    entry = json.loads(data[32:])
+    return Built(bytes.fromhex(entry["cubin"]), entry["ptx"], entry["symbols"])
+
+
+def _write(path: Path, built: Built) -> None:
+    """Appears whole or not at all: two processes that build at once replace each other's entry by the same."""
+    data = json.dumps({"cubin": built.cubin.hex(), "ptx": built.ptx, "symbols": built.symbols}).encode()
+    partial = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as partial:
+            partial.write(hashlib.sha256(data).digest() + data)
+        os.replace(partial.name, path)
+    except OSError as error:
+        if partial is not None:
+            Path(partial.name).unlink(missing_ok=True)
+        warnings.warn(f"{path.parent} cannot keep compiled kernels, every process will build them: {error}", stacklevel=2)
+
+
+def _build(source: str, header: str, names: tuple[str, ...], flags: tuple[str, ...], what: str) -> Built:
+    file = what.partition(" ")[0].encode()
+    program = _nvrtc(nvrtc.nvrtcCreateProgram(source.encode(), file, 1, [header.encode()], [_HEADER.name.encode()]), what)
+    try:
+        for name in names:
+            _nvrtc(nvrtc.nvrtcAddNameExpression(program, name.encode()), what)
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+        if status:
+            log = _text(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+            raise CompileFailed(f"{what} does not build ({status.name}):\n{log}")
+        size = _nvrtc(nvrtc.nvrtcGetCUBINSize(program), what)
+        code = bytearray(size)
+        _nvrtc(nvrtc.nvrtcGetCUBIN(program, code), what)
+        symbols = {n: _nvrtc(nvrtc.nvrtcGetLoweredName(program, n.encode()), what).decode() for n in names}
+        return Built(bytes(code), _text(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX), symbols)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _nvrtc(answer: tuple[Any, ...], what: str) -> Any:
+    if answer[0]:
+        raise CompileFailed(f"{what} does not build: {answer[0].name}")
+    return answer[1] if len(answer) > 1 else None
+
+
+def _text(program: Any, size: Any, fill: Any) -> str:
+    text = bytearray(_nvrtc(size(program), "the compiler's answer"))
+    _nvrtc(fill(program, text), "the compiler's answer")
+    return text.rstrip(b"\0").decode(errors="replace")
+
+
+@functools.cache
+def _compiler() -> list[int]:
+    """NVRTC's version."""
+    for folder in _pip("lib"):  # version 13.0 looks for its own other half on the system's path alone
+        for half in folder.glob("libnvrtc-builtins.so.*"):
+            ctypes.CDLL(str(half))
+    try:
+        return list(nvrtc.nvrtcVersion()[1:])
+    except RuntimeError as error:
+        raise ToolMissing(f"NVRTC is not here: pip install 'tilery[cuda]' ({error})") from None
+
+
+@functools.cache
+def _includes() -> tuple[str, ...]:
+    """Where cuda_fp16.h is: pip's folder, else the toolkit's."""
+    home = os.environ.get("CUDA_HOME")
+    for folder in (*_pip("include"), *([Path(home) / "include"] if home else [])):
+        if (folder / "cuda_fp16.h").is_file():
+            return tuple(str(path) for path in (folder, folder / "cccl") if path.is_dir())
+    raise ToolMissing("cuda_fp16.h is not here: pip install 'tilery[cuda]', or set CUDA_HOME to a CUDA toolkit")
+
+
+def _pip(folder: str) -> list[Path]:
+    """pip's CUDA packages share one tree."""
+    spec = importlib.util.find_spec("nvidia")
+    return [Path(p) / "cu13" / folder for p in (spec.submodule_search_locations or [])] if spec else []

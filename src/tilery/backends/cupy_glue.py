@@ -1,0 +1,66 @@
+"""CuPy: a kernel is a CUDA C++ template in a string; CuPy's NVRTC makes a cubin of it, for `compile` and for a launch."""
+
+import functools
+from typing import Any, NamedTuple
+
+import cupy
+import torch
+from cupy._core.core import assemble_cupy_compiler_options
+from cupy.cuda import nvrtc
+
+from tilery import device
+from tilery.backends import cubin
+from tilery.errors import CompileFailed
+from tilery.op import Artifact
+
+TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+
+
+class _Built(NamedTuple):
+    symbol: str  # the mangled name
+    ptx: str
+    cubin: bytes
+
+
+@functools.cache
+def _build(source: str, name: str, arch: str) -> _Built:
+    """`name` is an instance of the template. Not RawKernel: it asks a driver for the architecture, and flushes denormals."""
+    options = assemble_cupy_compiler_options((f"-arch={arch}",))  # adds the folders that hold cuda_fp16.h and cuda_bf16.h
+    program = nvrtc.createProgram(source, "kernel.cu", (), ())
+    try:
+        nvrtc.addNameExpression(program, name)
+        nvrtc.compileProgram(program, options)
+        binary = nvrtc.getCUBIN(program) + b"\0"  # CuPy takes the last byte for the end of a string and drops it
+        return _Built(nvrtc.getLoweredName(program, name), nvrtc.getPTX(program).decode(), binary)
+    except nvrtc.NVRTCError as error:
+        raise CompileFailed(f"{name} for {arch}: {error}\n{nvrtc.getProgramLog(program)}") from None
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def compile(source: str, name: str, arch: str) -> Artifact:
+    built = _build(source, name, arch)
+    used = cubin.resources(built.cubin)
+    return Artifact(arch, {"cuda": source, "ptx": built.ptx}, built.cubin, used.registers, used.spills, used.shared)
+
+
+@functools.cache
+def _function(source: str, name: str, index: int) -> Any:
+    """The kernel, loaded on the current device, which is `index`."""
+    built = _build(source, name, device.arch(torch.device("cuda", index)))
+    module = cupy.cuda.Module()
+    module.load(built.cubin)
+    return module.get_function(built.symbol)
+
+
+@functools.cache
+def _stream(handle: int) -> Any:
+    """torch's current stream, which is `handle`, as CuPy's."""
+    return cupy.cuda.Stream.from_external(torch.cuda.current_stream())
+
+
+def launch(source: str, name: str, grid: int, threads: int, arguments: tuple[Any, ...]) -> None:
+    """On torch's current stream. CuPy passes an int as 64 bits, so as an address too, and a float as a double."""
+    index = torch._C._cuda_getDevice()
+    stream = _stream(torch._C._cuda_getCurrentRawStream(index))
+    _function(source, name, index)((grid,), (threads,), arguments, stream=stream)

@@ -1,0 +1,34 @@
+"""The `tilery` command. A verb's file is thin: it reads options, calls the workbench and prints."""
+
+import sys
+
+import typer
+
+from tilery.cli import bench, cache, check, doctor, ops, show
+
+app = typer.Typer(
+    help="GPU kernels for language models: check, bench and show them, in every tile language.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("doctor")(doctor.doctor)
+app.command("ops")(ops.ops)
+app.command("check")(check.check)
+app.command("bench")(bench.bench)
+app.command("show")(show.show)
+app.command("cache")(cache.cache)
+
+
+def main() -> None:
+    from tilery.errors import TileryError
+
+    try:
+        app()
+    except TileryError as error:
+        print(f"tilery: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""`tilery bench`: checked first, then timed in turns with what a user would run instead."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilery.cli import common
+
+_COLUMNS = ("op", "case", "kernel", "ms", "± 95 %", "rate", "roof", "× torch", "error", "regs", "spills", "shared", "status", "reason")
+_RIGHT = ("ms", "± 95 %", "rate", "roof", "× torch", "error", "regs", "spills", "shared")
+
+
+def bench(
+    ops: common.Ops = None,
+    backend: common.Backends = None,
+    case: common.CaseText = None,
+    rounds: Annotated[int, typer.Option(min=5, help="Every arm is timed once a round.")] = 20,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write the table as a picture.")] = None,
+    json: common.Json = False,
+) -> None:
+    """Check, then time kernels against torch in one interleaved run; what cannot run here is compiled."""
+    from tilery.workbench import bench as workbench
+    from tilery.workbench.compile import Compiler
+    from tilery.workbench.result import write_csv
+
+    chosen = common.chosen_ops(ops)
+    common.require_known(chosen, backend)
+    rows = []
+    with Compiler() as compiler, common.progress(len(chosen)) as (say, count):
+        for op in chosen:
+            given = common.parsed_case(op, case) if case else None
+            rows += workbench.bench(op, common.chosen_kernels(op, backend), given, compiler, rounds, say)
+            count()
+    if csv:
+        write_csv(rows, csv)
+    if json:
+        common.print_json(rows)
+    else:
+        _print(rows, svg)
+    raise typer.Exit(1 if any(row.status == "fail" for row in rows) else 0)
+
+
+def _print(rows: list, svg: Path | None) -> None:
+    from rich.console import Console
+
+    from tilery.workbench.result import machine
+
+    here = machine()
+    title = f"tilery bench on {here['gpu'] or here['cpu']}, torch {here['torch']}"
+    console = Console(record=True, width=150) if svg else common.console()
+    console.print(common.table(title, _COLUMNS, map(_line, rows), _RIGHT))
+    if svg:
+        console.save_svg(str(svg), title="tilery bench")
+
+
+def _line(row) -> tuple[str, ...]:
+    half = None if row.ms is None else (row.ms_high - row.ms_low) / 2
+    return (
+        row.op, row.case, row.kernel, common.number(row.ms, ".4f"), common.number(half, ".4f"), _rate(row),
+        common.number(row.roof, ".0%"), common.number(row.ratio, ".2f"), common.number(row.error, ".0e"),
+        common.number(row.registers), common.number(row.spills), common.number(row.shared),
+        common.styled(row.status) + (f" {row.arch}" if row.arch else ""),
+        row.reason if row.status in ("fail", "refused", "skipped") else "",
+    )  # fmt: skip
+
+
+def _rate(row) -> str:
+    """TFLOP/s where there is enough arithmetic per byte for it to be the question."""
+    if row.ms is None:
+        return ""
+    return f"{row.tflops:.2f} TFLOP/s" if row.tflops * 1e3 > 20 * row.gbps else f"{row.gbps:.1f} GB/s"

@@ -1,0 +1,40 @@
+"""`tilery cache`: what is kept, where, and how to be rid of it."""
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilery.cli import common
+
+
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Delete the cache folder; data is kept.")] = False,
+    json: common.Json = False,
+) -> None:
+    """Show where state lives and how large it is; --clear deletes compiled kernels."""
+    from tilery import settings
+
+    kept = settings.get()
+    folders = {
+        "cache": (kept.cache_dir, "compiled kernels; --clear deletes it"),
+        "data": (kept.data_dir, "measured ceilings, your tuned configs; kept"),
+        "triton": (Path.home() / ".triton", "Triton's own cache; not ours to delete"),
+        "tilelang": (Path.home() / ".tilelang", "TileLang's own cache; not ours to delete"),
+    }
+    freed = _size(kept.cache_dir) if clear else 0
+    if clear and kept.cache_dir.exists():
+        shutil.rmtree(kept.cache_dir)
+    found = {name: {"path": str(path), "bytes": _size(path), "what": what} for name, (path, what) in folders.items()}
+    if json:
+        common.print_json([], folders=found, freed_bytes=freed)
+        return
+    lines = [(n, f"{f['bytes'] / 2**20:.1f} MiB", f["path"], f["what"]) for n, f in found.items()]
+    common.console().print(common.table("State", ("folder", "size", "path", "what"), lines, ("size",)))
+    if clear:
+        print(f"freed {freed / 2**20:.1f} MiB")
+
+
+def _size(path: Path) -> int:
+    return sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.exists() else 0

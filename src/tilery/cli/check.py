@@ -1,0 +1,48 @@
+"""`tilery check`: error against float64."""
+
+import typer
+
+from tilery.cli import common
+
+
+def check(ops: common.Ops = None, backend: common.Backends = None, case: common.CaseText = None, json: common.Json = False) -> None:
+    """Check kernels against a float64 reference; what cannot run here is compiled."""
+    from tilery.workbench import check as workbench
+    from tilery.workbench.compile import Compiler
+
+    chosen = common.chosen_ops(ops)
+    common.require_known(chosen, backend)
+    rows = []
+    with Compiler() as compiler, common.progress(sum(len(op.kernels) for op in chosen)) as (say, count):
+        for op in chosen:
+            cases = [common.parsed_case(op, case)] if case else op.cases["test"]
+            for kernel in common.chosen_kernels(op, backend):
+                rows += workbench.rows(op, [kernel], cases, compiler, say)
+                count()
+    failed = [row for row in rows if row.status == "fail"]
+    if json:
+        common.print_json(rows)
+    else:
+        _print(rows, failed)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _print(rows: list, failed: list) -> None:
+    console = common.console()
+    groups: dict[tuple[str, str], list] = {}
+    for row in rows:
+        groups.setdefault((row.op, row.kernel), []).append(row)
+    columns = ("op", "kernel", "pass", "refused", "compiled", "skipped", "fail", "worst error", "where", "reason")
+    lines = []
+    for (op, kernel), group in groups.items():
+        counts = [sum(row.status == status for row in group) for status in columns[2:7]]
+        worst = max((row.error for row in group if row.error is not None), default=None)
+        where = next((row.device or row.arch for row in group if row.device or row.arch), "")
+        reason = next((row.reason for row in group if row.status == "skipped"), "")
+        shown = [f"[{common.STYLE[s]}]{n}[/]" if n else "" for s, n in zip(columns[2:7], counts)]
+        lines.append((op, kernel, *shown, common.number(worst, ".1e"), where, reason))
+    right = (*columns[2:8],)
+    console.print(common.table("Cases checked against float64", columns, lines, right))
+    for row in failed:
+        console.print(f"[bold red]fail[/] {row.op} {row.kernel} {row.case}", highlight=False)
+        console.print(f"  {row.reason}", markup=False, highlight=False)

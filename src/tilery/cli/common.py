@@ -1,0 +1,110 @@
+"""Options, choices and printing that the verbs share. Imports of torch wait until a verb runs."""
+
+import inspect
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tilery.errors import BadInput
+
+if TYPE_CHECKING:
+    from tilery.op import Case, Op
+    from tilery.workbench.result import Row
+
+Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to take; all of them if none is named.")]
+Backends = Annotated[list[str] | None, typer.Option("--backend", "-b", help="Kernel or language; may be repeated.")]
+CaseText = Annotated[str | None, typer.Option("--case", help="A case by its numbers: m=64,n=4096,k=8192,dtype=bf16.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object alone on stdout.")]
+
+STYLE = {"pass": "green", "fail": "bold red", "refused": "yellow", "compiled": "cyan", "skipped": "dim"}
+
+
+def console() -> Console:
+    # Captured output gets a width that keeps every column: a table cut short says less than a long line.
+    return Console(width=None if sys.stdout.isatty() else 150)
+
+
+def chosen_ops(names: list[str] | None) -> "list[Op]":
+    import tilery.ops  # noqa: F401  fills the registry
+    from tilery.op import REGISTRY
+
+    for name in names or []:
+        if name not in REGISTRY:
+            raise BadInput(f"OP must be one of {', '.join(REGISTRY)}, got {name!r}")
+    return [REGISTRY[name] for name in names or REGISTRY]
+
+
+def chosen_kernels(op: "Op", asked: list[str] | None) -> list[str]:
+    """A language names all of its variants."""
+    return [k for k in op.kernels if not asked or k in asked or k.partition(".")[0] in asked]
+
+
+def require_known(ops: "list[Op]", asked: list[str] | None) -> None:
+    kernels = list(dict.fromkeys(k for op in ops for k in op.kernels))
+    for name in asked or []:
+        if not any(name in (k, k.partition(".")[0]) for k in kernels):
+            raise BadInput(f"--backend must be one of {', '.join(kernels)}, got {name!r}")
+
+
+def parsed_case(op: "Op", text: str) -> "Case":
+    """`m=64,n=4096,dtype=bf16` against the parameters of the op's inputs."""
+    from tilery.op import Case
+
+    known = {n: p for n, p in inspect.signature(op.inputs).parameters.items() if n not in ("device", "seed")}
+    params: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in known:
+            raise BadInput(f"--case for {op.name} takes {', '.join(known)} as name=value, got {part!r}")
+        if known[name].annotation is int:
+            if not value.isdecimal():
+                raise BadInput(f"--case: {name} must be a whole number, got {value!r}")
+            params[name] = int(value)
+        else:
+            params[name] = value
+    missing = [n for n, p in known.items() if p.default is inspect.Parameter.empty and n not in params]
+    if missing:
+        raise BadInput(f"--case for {op.name} needs {', '.join(missing)}, got {text!r}")
+    return Case(params)
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Any]:
+    """A bar on stderr; yields a function that says what is under way and one that counts."""
+    shown = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(),
+    )  # fmt: skip
+    with shown:
+        task = shown.add_task("starting", total=total)
+        yield lambda text: shown.update(task, description=text[:70]), lambda: shown.advance(task)
+
+
+def print_json(rows: "Iterable[Row]", **more: Any) -> None:
+    from tilery.workbench.result import document
+
+    print(json.dumps(document(rows, **more)))
+
+
+def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[str] = ()) -> Table:
+    made = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", no_wrap=column != "reason")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def styled(status: str) -> str:
+    return f"[{STYLE[status]}]{status}[/]"
+
+
+def number(value: float | int | None, form: str = "") -> str:
+    return "" if value is None else format(value, form)

@@ -1,0 +1,70 @@
+"""`tilery doctor`: this machine, its languages, what is missing and the command that adds it."""
+
+import platform
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilery.cli import common
+
+
+def doctor(
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine's ceilings again.")] = False,
+    json: common.Json = False,
+) -> None:
+    """Say what this machine is, which languages it has, what is missing and how fast it can be."""
+    from tilery import backends, device
+    from tilery.workbench.result import machine
+
+    here = machine()
+    where = device.default()
+    languages = [
+        {"language": lang.name, "version": backends.version(lang), "missing": backends.missing(lang.name) or ""}
+        for lang in backends.LANGUAGES.values()
+    ]
+    tools = _tools()
+    ceilings = device.ceilings(where, measure)
+    if json:
+        found = {"bandwidth": ceilings.bandwidth, "flops": ceilings.flops, "device": device.name(where)}
+        common.print_json([], languages=languages, tools=tools, ceilings=found)
+        return
+    console = common.console()
+    console.print(common.table("This machine", ("what", "is"), [(k, str(v)) for k, v in here.items() if k != "languages"]))
+    lines = [(x["language"], x["version"] or "", _good(not x["missing"]), x["missing"]) for x in languages]
+    console.print(common.table("\nLanguages", ("language", "version", "here", "reason"), lines))
+    lines = [(t["tool"], _good(bool(t["path"])), t["path"] or t["missing"], t["needed_for"]) for t in tools]
+    console.print(common.table("\nTools", ("tool", "here", "path, or what adds it", "needed for"), lines))
+    rates = [("copy, read and written", f"{ceilings.bandwidth / 1e9:.1f} GB/s")]
+    rates += [(f"matrix product, {name}", f"{rate / 1e12:.2f} TFLOP/s") for name, rate in ceilings.flops.items()]
+    console.print(common.table(f"\nCeilings measured on {device.name(where)}", ("what", "rate"), rates, ("rate",)))
+
+
+def _good(ok: bool) -> str:
+    return "[green]yes[/]" if ok else "[yellow]no[/]"
+
+
+def _tools() -> list[dict[str, str]]:
+    from tilery.backends import cubin
+    from tilery.errors import ToolMissing
+
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    try:
+        cuobjdump = str(cubin.find("cuobjdump"))
+    except ToolMissing:
+        cuobjdump = ""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return [
+        _tool("C compiler", compiler or "", "Triton's launcher on a GPU", "apt-get install gcc"),
+        _tool("Python headers", str(header) if header.exists() else "", "Triton's launcher on a GPU",
+              f"apt-get install python{python}-dev"),
+        _tool("cuobjdump", cuobjdump, "registers, spills, SASS", "pip install 'tilery[nvcc]'"),
+        _tool("nvcc", shutil.which("nvcc") or "", "TileLang on a GPU", "pip install 'tilery[nvcc]'"),
+    ]  # fmt: skip
+
+
+def _tool(tool: str, path: str, needed_for: str, install: str) -> dict[str, str]:
+    return {"tool": tool, "path": path, "needed_for": needed_for, "missing": "" if path else install}

@@ -1,0 +1,110 @@
+"""One block per tile of c: tiles of a and b pass through shared memory, each thread sums a small square in registers."""
+
+from dataclasses import dataclass
+
+from tilery.backends import cupy_glue
+from tilery.op import Artifact, TensorSpec
+
+archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+
+_SOURCE = r"""
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+// tile[k][w] = p[k * k_stride + w * w_stride] in fp32, 0 outside. Neighbouring threads read neighbouring elements.
+template <int BK, int WIDTH, int THREADS, typename T>
+__device__ void load(
+    float (&tile)[BK][WIDTH + 4], const T* p, long long k_stride, long long w_stride, long long k_left, long long w_left)
+{
+    const bool along_k = k_stride == 1;
+    for (int i = threadIdx.x; i < BK * WIDTH; i += THREADS) {
+        const int k = along_k ? i % BK : i / WIDTH;
+        const int w = along_k ? i / BK : i % WIDTH;
+        tile[k][w] = k < k_left && w < w_left ? float(p[k * k_stride + w * w_stride]) : 0.0f;
+    }
+}
+
+template <typename T, int BM, int BN, int BK, int R>
+__global__ void __launch_bounds__(BM / R * (BN / R)) matmul(
+    const T* a, const T* b, T* c, long long m, long long n, long long k,
+    long long a_m, long long a_k, long long b_k, long long b_n)
+{
+    constexpr int THREADS = BM / R * (BN / R);
+    // Both [k][m or n], so that a thread's R values lie together; 4 more spread the columns over the banks.
+    alignas(16) __shared__ float a_tile[BK][BM + 4], b_tile[BK][BN + 4];
+    const long long blocks_n = (n + BN - 1) / BN;
+    const long long m0 = blockIdx.x / blocks_n * BM, n0 = blockIdx.x % blocks_n * BN;
+    const int row = threadIdx.x / (BN / R) * R, column = threadIdx.x % (BN / R) * R;
+
+    float sum[R][R] = {};
+    for (long long k0 = 0; k0 < k; k0 += BK) {
+        load<BK, BM, THREADS>(a_tile, a + m0 * a_m + k0 * a_k, a_k, a_m, k - k0, m - m0);
+        load<BK, BN, THREADS>(b_tile, b + n0 * b_n + k0 * b_k, b_k, b_n, k - k0, n - n0);
+        __syncthreads();
+        for (int kk = 0; kk < BK; ++kk)
+            for (int i = 0; i < R; ++i)
+                for (int j = 0; j < R; ++j) sum[i][j] += a_tile[kk][row + i] * b_tile[kk][column + j];
+        __syncthreads();
+    }
+    for (int i = 0; i < R; ++i)
+        for (int j = 0; j < R; ++j)
+            if (m0 + row + i < m && n0 + column + j < n) c[(m0 + row + i) * n + n0 + column + j] = T(sum[i][j]);
+}
+"""
+
+
+@dataclass(frozen=True)
+class Config:
+    block_m: int
+    block_n: int
+    block_k: int
+    square: int  # a thread sums square × square elements
+
+    @property
+    def threads(self) -> int:
+        return self.block_m // self.square * (self.block_n // self.square)
+
+
+_CONFIGS = (
+    Config(16, 64, 32, 2),
+    Config(32, 64, 32, 4),
+    Config(64, 64, 16, 4),
+    Config(64, 128, 16, 8),
+    Config(128, 128, 8, 8),
+    Config(128, 128, 16, 8),
+)
+
+
+def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str | None:
+    if config and config not in _CONFIGS:
+        return f"the config must be one of {', '.join(map(str, _CONFIGS))}, got {config}"
+    return None
+
+
+def default(a: TensorSpec, b: TensorSpec) -> Config:
+    m, n = a.shape[0], b.shape[1]
+    if m <= 16:
+        return _CONFIGS[0]
+    return _CONFIGS[5] if m * n >= 2048 * 2048 else _CONFIGS[2]  # large tiles only where they still fill a GPU
+
+
+def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
+    return list(_CONFIGS)
+
+
+def _name(a, config: Config) -> str:
+    """The instance of the template."""
+    c = config
+    return f"matmul<{cupy_glue.TYPES[a.dtype]}, {c.block_m}, {c.block_n}, {c.block_k}, {c.square}>"
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    return cupy_glue.compile(_SOURCE, _name(specs[0], config), arch)
+
+
+def run(outs, args, config: Config) -> None:
+    a, b = args
+    (m, k), n = a.shape, b.shape[1]
+    blocks = -(-m // config.block_m) * -(-n // config.block_n)
+    arguments = (a.data_ptr(), b.data_ptr(), outs[0].data_ptr(), m, n, k, *a.stride(), *b.stride())
+    cupy_glue.launch(_SOURCE, _name(a, config), blocks, config.threads, arguments)

@@ -1,0 +1,112 @@
+"""One block per tile of c: tiles of a and b pass through shared memory, each thread sums a small square in registers."""
+
+import functools
+from dataclasses import dataclass
+
+from numba import cuda
+from numba.cuda.types import float32, int64, void
+
+from tilery.backends import numba_cuda_glue
+from tilery.op import Artifact, TensorSpec
+
+archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+
+
+@dataclass(frozen=True)
+class Config:
+    block_m: int
+    block_n: int
+    block_k: int
+    square: int  # a thread sums square × square elements
+
+
+_CONFIGS = (
+    Config(16, 64, 32, 2),
+    Config(32, 64, 32, 4),
+    Config(64, 64, 16, 4),
+    Config(64, 128, 16, 8),
+    Config(128, 128, 8, 8),
+    Config(128, 128, 16, 8),
+)
+
+
+def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str | None:
+    if config and config not in _CONFIGS:
+        return f"the config must be one of {', '.join(map(str, _CONFIGS))}, got {config}"
+    return None
+
+
+def default(a: TensorSpec, b: TensorSpec) -> Config:
+    m, n = a.shape[0], b.shape[1]
+    if m <= 16:
+        return _CONFIGS[0]
+    return _CONFIGS[5] if m * n >= 2048 * 2048 else _CONFIGS[2]  # large tiles only where they still fill a GPU
+
+
+def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
+    return list(_CONFIGS)
+
+
+@functools.cache
+def _kernel(dtype, config: Config) -> numba_cuda_glue.Kernel:
+    """What a kernel takes from around it is a constant to Numba."""
+    BM, BN, BK, R = config.block_m, config.block_n, config.block_k, config.square
+    THREADS = BM // R * (BN // R)
+    # Both [k][m or n], so that a thread's R values lie together; 4 more spread the columns over the banks.
+    A_TILE, B_TILE, SUMS = (BK, BM + 4), (BK, BN + 4), (R, R)
+    widen, narrow = numba_cuda_glue.WIDEN[dtype], numba_cuda_glue.NARROW[dtype]
+
+    @cuda.jit(device=True, inline="always")
+    def load(tile, width, p, start, k_stride, w_stride, k_left, w_left):
+        """tile[k, w] = p[start + k * k_stride + w * w_stride], 0 outside; neighbouring threads read neighbours."""
+        for i in range(cuda.threadIdx.x, BK * width, THREADS):
+            if k_stride == 1:
+                k, w = i % BK, i // BK
+            else:
+                k, w = i // width, i % width
+            if k < k_left and w < w_left:
+                tile[k, w] = widen(p[start + k * k_stride + w * w_stride])
+            else:
+                tile[k, w] = float32(0)
+
+    @cuda.jit
+    def matmul(a, b, c, m, n, k, a_m, a_k, b_k, b_n):
+        a_tile = cuda.shared.array(A_TILE, float32, alignment=16)
+        b_tile = cuda.shared.array(B_TILE, float32, alignment=16)
+        sums = cuda.local.array(SUMS, float32)  # in registers: NVVM unrolls the loops over it
+        block = int64(cuda.blockIdx.x)  # 64 bits: rows may lie more than 2**31 elements apart
+        blocks_n = (n + BN - 1) // BN
+        m0, n0 = block // blocks_n * BM, block % blocks_n * BN
+        row, column = cuda.threadIdx.x // (BN // R) * R, cuda.threadIdx.x % (BN // R) * R
+
+        for i in range(R):
+            for j in range(R):
+                sums[i, j] = float32(0)
+        for k0 in range(0, k, BK):
+            load(a_tile, BM, a, m0 * a_m + k0 * a_k, a_k, a_m, k - k0, m - m0)
+            load(b_tile, BN, b, n0 * b_n + k0 * b_k, b_k, b_n, k - k0, n - n0)
+            cuda.syncthreads()
+            for kk in range(BK):
+                for i in range(R):
+                    for j in range(R):
+                        sums[i, j] += a_tile[kk, row + i] * b_tile[kk, column + j]
+            cuda.syncthreads()
+        for i in range(R):
+            for j in range(R):
+                if m0 + row + i < m and n0 + column + j < n:
+                    c[(m0 + row + i) * n + n0 + column + j] = narrow(sums[i, j])
+
+    pointer = numba_cuda_glue.POINTERS[dtype]
+    return numba_cuda_glue.Kernel(matmul, void(pointer, pointer, pointer, *[int64] * 7), THREADS)
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    return numba_cuda_glue.compile(_kernel(specs[0].dtype, config), arch)
+
+
+def run(outs, args, config: Config) -> None:
+    a, b = args
+    (m, k), n = a.shape, b.shape[1]
+    blocks = -(-m // config.block_m) * -(-n // config.block_n)
+    arguments = (a.data_ptr(), b.data_ptr(), outs[0].data_ptr(), m, n, k, *a.stride(), *b.stride())
+    numba_cuda_glue.launch(_kernel(a.dtype, config), blocks, arguments)

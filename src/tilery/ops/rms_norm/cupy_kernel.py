@@ -1,0 +1,90 @@
+"""One block per row: its threads stride along the row, warps add by shuffles, then all scale what they read again."""
+
+from dataclasses import dataclass
+
+from tilery.backends import cupy_glue
+from tilery.op import Artifact, TensorSpec
+from tilery.ops.rows import rows
+
+archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+
+_THREADS = (64, 128, 256, 512, 1024)
+
+_SOURCE = r"""
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+// V elements that one instruction moves.
+template <typename T, int V>
+struct alignas(V * sizeof(T)) Pack { T at[V]; };
+
+template <typename T, int V, int THREADS>
+__global__ void __launch_bounds__(THREADS) rms_norm(
+    const T* x, const T* weight, T* y, long long x_stride, long long n, double eps)
+{
+    const long long row = blockIdx.x;  // 64 bits: row * x_stride may pass 2**31
+    const auto* xs = reinterpret_cast<const Pack<T, V>*>(x + row * x_stride);
+    const auto* ws = reinterpret_cast<const Pack<T, V>*>(weight);
+    auto* ys = reinterpret_cast<Pack<T, V>*>(y + row * n);
+
+    float sum = 0;
+    for (long long i = threadIdx.x; i < n / V; i += THREADS) {
+        const Pack<T, V> px = xs[i];
+        for (int j = 0; j < V; ++j) sum += float(px.at[j]) * float(px.at[j]);
+    }
+    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffff, sum, offset);
+    __shared__ float warp_sums[THREADS / 32];
+    if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    sum = 0;
+    for (int w = 0; w < THREADS / 32; ++w) sum += warp_sums[w];
+
+    const float scale = rsqrtf(sum / n + float(eps));
+    for (long long i = threadIdx.x; i < n / V; i += THREADS) {
+        const Pack<T, V> px = xs[i], pw = ws[i];
+        Pack<T, V> py;
+        for (int j = 0; j < V; ++j) py.at[j] = T(float(px.at[j]) * scale * float(pw.at[j]));
+        ys[i] = py;
+    }
+}
+"""
+
+
+@dataclass(frozen=True)
+class Config:
+    threads: int
+
+
+def refusal(x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
+    if config and config.threads not in _THREADS:
+        return f"threads must be one of {', '.join(map(str, _THREADS))}, got {config.threads}"
+    return None
+
+
+def default(x: TensorSpec, weight: TensorSpec) -> Config:
+    return Config(threads=256 if x.shape[-1] <= 8192 else 1024)
+
+
+def configs(x: TensorSpec, weight: TensorSpec) -> list[Config]:
+    return [Config(threads) for threads in _THREADS]
+
+
+def _name(x, aligned: bool, config: Config) -> str:
+    """The instance of the template; 16 bytes at a time where every row starts on 16 bytes and ends on them."""
+    _, n, stride = rows(x)
+    size = x.dtype.itemsize
+    width = 16 // size if aligned and n * size % 16 == 0 and stride * size % 16 == 0 else 1
+    return f"rms_norm<{cupy_glue.TYPES[x.dtype]}, {width}, {config.threads}>"
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    x, weight = specs
+    return cupy_glue.compile(_SOURCE, _name(x, x.aligned and weight.aligned, config), arch)
+
+
+def run(outs, args, config: Config) -> None:
+    x, weight, eps = args
+    m, n, stride = rows(x)
+    x_ptr, w_ptr = x.data_ptr(), weight.data_ptr()
+    name = _name(x, (x_ptr | w_ptr) % 16 == 0, config)
+    cupy_glue.launch(_SOURCE, name, m, config.threads, (x_ptr, w_ptr, outs[0].data_ptr(), stride, n, float(eps)))

@@ -1,0 +1,78 @@
+"""One block per row: its threads stride along the row, halve their sums in shared memory, then scale what they read again."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+from numba import cuda
+from numba.cuda.types import float32, float64, int64, void
+
+from tilery.backends import numba_cuda_glue
+from tilery.op import Artifact, TensorSpec
+from tilery.ops.rows import rows
+
+archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+
+_THREADS = (64, 128, 256, 512, 1024)  # powers of two: the sums are halved
+
+
+@dataclass(frozen=True)
+class Config:
+    threads: int
+
+
+def refusal(x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
+    if config and config.threads not in _THREADS:
+        return f"threads must be one of {', '.join(map(str, _THREADS))}, got {config.threads}"
+    return None
+
+
+def default(x: TensorSpec, weight: TensorSpec) -> Config:
+    return Config(threads=256 if x.shape[-1] <= 8192 else 1024)
+
+
+def configs(x: TensorSpec, weight: TensorSpec) -> list[Config]:
+    return [Config(threads) for threads in _THREADS]
+
+
+@functools.cache
+def _kernel(dtype, threads: int) -> numba_cuda_glue.Kernel:
+    """What a kernel takes from around it is a constant to Numba."""
+    widen, narrow = numba_cuda_glue.WIDEN[dtype], numba_cuda_glue.NARROW[dtype]
+
+    @cuda.jit
+    def rms_norm(x, weight, y, x_stride, n, eps):
+        sums = cuda.shared.array(threads, float32)
+        thread = cuda.threadIdx.x
+        row = int64(cuda.blockIdx.x)  # 64 bits: row * x_stride may pass 2**31
+
+        total = float32(0)
+        for i in range(thread, n, threads):
+            value = widen(x[row * x_stride + i])
+            total += value * value
+        sums[thread] = total
+        cuda.syncthreads()
+        half = threads // 2
+        while half > 0:
+            if thread < half:
+                sums[thread] += sums[thread + half]
+            cuda.syncthreads()
+            half //= 2
+
+        scale = float32(1) / math.sqrt(sums[0] / float32(n) + float32(eps))
+        for i in range(thread, n, threads):
+            y[row * n + i] = narrow(widen(x[row * x_stride + i]) * scale * widen(weight[i]))
+
+    pointer = numba_cuda_glue.POINTERS[dtype]
+    return numba_cuda_glue.Kernel(rms_norm, void(pointer, pointer, pointer, int64, int64, float64), threads)
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    return numba_cuda_glue.compile(_kernel(specs[0].dtype, config.threads), arch)
+
+
+def run(outs, args, config: Config) -> None:
+    x, weight, eps = args
+    m, n, stride = rows(x)
+    arguments = (x.data_ptr(), weight.data_ptr(), outs[0].data_ptr(), stride, n, float(eps))
+    numba_cuda_glue.launch(_kernel(x.dtype, config.threads), m, arguments)

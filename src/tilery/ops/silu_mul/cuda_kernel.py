@@ -1,0 +1,65 @@
+"""Every block takes a piece of one row, or of all rows at once where they lie end to end; 16 bytes per access."""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tilery.backends import cuda_glue
+from tilery.op import Artifact, TensorSpec
+from tilery.ops.rows import Rows, rows
+
+archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+
+_SOURCE = Path(__file__).with_name("silu_mul.cu")
+
+
+@dataclass(frozen=True)
+class Config:
+    threads: int  # in a block
+    steps: int  # accesses of each thread
+
+
+def refusal(gate: TensorSpec, up: TensorSpec, config: Config | None = None) -> str | None:
+    if config and (config.threads % 32 or not 32 <= config.threads <= 1024):
+        return f"threads must be a multiple of 32 up to 1024, got {config.threads}"
+    if config and not 1 <= config.steps <= 8:
+        return f"steps must be 1 to 8, got {config.steps}"
+    return None
+
+
+def default(gate: TensorSpec, up: TensorSpec) -> Config:
+    return Config(threads=256, steps=1)
+
+
+def configs(gate: TensorSpec, up: TensorSpec) -> list[Config]:
+    return [Config(t, s) for t, s in ((128, 1), (128, 4), (256, 1), (256, 2), (256, 4), (512, 1), (512, 2))]
+
+
+def _joined(gate, up) -> tuple[Rows, int]:
+    """The rows of gate and the stride of up; one long row where both lie end to end."""
+    (m, n, stride), (_, _, up_stride) = rows(gate), rows(up)
+    if stride == n == up_stride:
+        return Rows(1, m * n, m * n), m * n
+    return Rows(m, n, stride), up_stride
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(dtype: torch.dtype, values: int, config: Config) -> cuda_glue.Kernel:
+    name = f"silu_mul<{cuda_glue.TYPES[dtype]}, {values}, {config.steps}, {config.threads}>"
+    return cuda_glue.Kernel(_SOURCE, name, "PPPqqqi", config.threads)
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    (_, n, stride), up_stride = _joined(*specs)
+    return _kernel(specs[0].dtype, cuda_glue.width(specs, n, stride, up_stride), config).compile(arch)
+
+
+def run(outs, args, config: Config) -> None:
+    gate, up = args
+    (m, n, stride), up_stride = _joined(gate, up)
+    values = cuda_glue.width(args, n, stride, up_stride)
+    pieces = -(-n // (values * config.steps * config.threads))
+    pointers = gate.data_ptr(), up.data_ptr(), outs[0].data_ptr()
+    _kernel(gate.dtype, values, config).launch(m * pieces, *pointers, stride, up_stride, n, pieces)

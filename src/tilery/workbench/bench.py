@@ -1,0 +1,101 @@
+"""How fast is a kernel? Checked first, then timed in turns with what a user would run instead."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tilery import device, dispatch, timing
+from tilery.errors import Wrong
+from tilery.op import Case, Cost, Op
+from tilery.workbench.check import check
+from tilery.workbench.compile import Compiler
+from tilery.workbench.place import not_run, place
+from tilery.workbench.result import Row
+
+BASE = "baseline:torch"
+_COLD_BYTES = 256 * 2**20  # input sets rotate through more than the H200's 60 MB of L2
+_MOST_SETS = 64
+
+Progress = Callable[[str], None]
+
+
+def bench(
+    op: Op, kernels: list[str], given: Case | None, compiler: Compiler, rounds: int = 20,
+    progress: Progress = lambda _: None,
+) -> Iterator[Row]:  # fmt: skip
+    """Every kernel on the given case or on its device's own; with each timed case, its baselines."""
+    places = {kernel: place(op, kernel) for kernel in kernels}
+    for where, own in ((device.default(), "bench"), (torch.device("cpu"), "bench_cpu")):
+        able = [k for k, p in places.items() if p.device == where and not p.interpreted]
+        if own == "bench" and where.type == "cpu":
+            continue
+        for case in ([given] if given else op.cases[own]) if able else []:
+            yield from _timed(op, able, case, where, rounds, progress)
+    for kernel, found in places.items():
+        if found.device is None or found.interpreted:
+            progress(f"compiling {op.name} {kernel}")
+            yield not_run(op, kernel, given or op.cases["bench"][1], compiler)
+
+
+def _timed(op: Op, kernels: list[str], case: Case, where: torch.device, rounds: int, progress: Progress) -> Iterator[Row]:
+    good: dict[str, Row] = {}
+    for kernel in kernels:
+        progress(f"checking {op.name} {kernel} {case}")
+        row = Row(op.name, kernel, str(case), "pass", device=device.name(where))
+        try:
+            checked = check(op, kernel, case, where)
+        except Wrong as error:
+            row.status, row.reason = "fail", str(error)
+            yield row
+            continue
+        if checked.refused is not None:
+            row.status, row.reason = "refused", checked.refused
+            yield row
+            continue
+        row.error = max(checked.errors, default=0.0)
+        good[kernel] = row
+    sets = _input_sets(op, case, where)
+    arms = {name: _baseline(function, sets) for name, function in op.baselines.items()}
+    for kernel, row in good.items():
+        plan = dispatch.decide(op, op.specs(sets[0]), kernel, None)
+        arms[kernel], row.config = _planned(plan, sets), str(plan.config)
+    times = timing.time_arms(arms, len(sets), where, rounds, progress=lambda s: progress(f"{op.name} {case}: {s}"))
+    cost = op.cost(*op.specs(sets[0]))
+    ceilings = device.ceilings(where)
+    for name, found in times.items():
+        row = good.get(name) or Row(op.name, name, str(case), "pass", device=device.name(where))
+        _measured(row, found, times[BASE], cost, ceilings, str(case.params.get("dtype", "fp32")))
+        yield row
+
+
+def _input_sets(op: Op, case: Case, where: torch.device) -> list[tuple[Any, ...]]:
+    def draw(seed: int) -> tuple[Any, ...]:
+        return op.complete((), op.inputs(**case.params, device=where, seed=seed))
+
+    first = draw(0)
+    wanted = -(-_COLD_BYTES // max(op.cost(*op.specs(first)).bytes, 1))
+    count = min(max(wanted, 2), _MOST_SETS) if where.type == "cuda" else 1
+    return [first, *(draw(seed) for seed in range(1, count))]
+
+
+def _baseline(function: Callable[..., Any], sets: list[tuple[Any, ...]]) -> timing.Arm:
+    held: dict[int, Any] = {}  # each set's output stays, so that outputs rotate as inputs do
+
+    def arm(i: int) -> None:
+        held[i] = function(*sets[i])
+
+    return arm
+
+
+def _planned(plan: dispatch.Plan, sets: list[tuple[Any, ...]]) -> timing.Arm:
+    return _baseline(lambda *args: plan(args), sets)
+
+
+def _measured(
+    row: Row, found: timing.Timing, base: timing.Timing, cost: Cost, ceilings: device.Ceilings, dtype: str
+) -> None:
+    row.ms, (row.ms_low, row.ms_high), row.timed_by = found.median, found.interval, found.how
+    row.gbps, row.tflops = cost.bytes / found.median / 1e6, cost.flops / found.median / 1e9
+    row.roof = ceilings.roof_ms(cost.flops, cost.bytes, dtype) / found.median
+    row.ratio, row.ratio_low, row.ratio_high = timing.ratio(found, base)

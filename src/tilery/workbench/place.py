@@ -1,0 +1,59 @@
+"""What can be done with a kernel on this machine: run it, compile it, or say why neither."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tilery import backends, device, dispatch
+from tilery.errors import CompileFailed
+from tilery.op import Case, Op
+from tilery.workbench.compile import Compiler, specs_for
+from tilery.workbench.result import Row
+
+COMPILE_ARCH = "sm_90"  # what GPU kernels are compiled for where there is no GPU
+
+
+@dataclass(frozen=True)
+class Place:
+    device: torch.device | None = None  # it runs there
+    arch: str = ""  # it compiles for this, where it does not run as it would on a GPU
+    reason: str = ""  # why it does not run, or why nothing can be done
+    interpreted: bool = False  # right but slow: checked, never timed
+
+
+def place(op: Op, kernel: str) -> Place:
+    if why := backends.missing(kernel):
+        return Place(reason=why)
+    archs = op.kernel(kernel).archs
+    cpu = torch.device("cpu")
+    if "cpu" in archs:
+        return Place(device=cpu)
+    if torch.cuda.is_available():
+        where = device.default()
+        why = dispatch.environment_refusal(op, kernel, where)
+        return Place(device=where) if why is None else Place(reason=why)
+    arch = COMPILE_ARCH if COMPILE_ARCH in archs else archs[0]
+    interpreted = dispatch.environment_refusal(op, kernel, cpu) is None
+    return Place(device=cpu if interpreted else None, arch=arch, reason="no GPU here", interpreted=interpreted)
+
+
+def not_run(op: Op, kernel: str, case: Case, compiler: Compiler) -> Row:
+    """Compiled where it can be, else the reason why not."""
+    where = place(op, kernel)
+    row = Row(op.name, kernel, str(case), "skipped", where.reason)
+    if not where.arch:
+        return row
+    specs = specs_for(op, case)
+    with device.pretend(where.arch):
+        why = dispatch.problem_refusal(op, kernel, specs)
+    if why is not None:
+        row.status, row.reason = "refused", why
+        return row
+    try:
+        artifact = compiler.compile(op.name, kernel, specs, where.arch)
+    except CompileFailed as error:
+        row.status, row.reason = "fail", str(error)
+        return row
+    row.status, row.arch = "compiled", where.arch
+    row.registers, row.spills, row.shared = artifact.registers, artifact.spills, artifact.shared
+    return row

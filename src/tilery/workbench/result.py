@@ -1,0 +1,72 @@
+"""One row of any table: what a tool found for one op, kernel and case. Printed, written as JSON and as CSV alike."""
+
+import csv
+import platform
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tilery
+from tilery import backends, device
+
+SCHEMA = 1
+STATUSES = ("pass", "fail", "refused", "compiled", "skipped")
+
+
+@dataclass
+class Row:
+    op: str
+    kernel: str
+    case: str
+    status: str  # one of STATUSES
+    reason: str = ""
+    device: str = ""  # where it ran
+    error: float | None = None  # against float64, the worst output
+    allowed: float | None = None
+    ms: float | None = None  # median
+    ms_low: float | None = None  # its 95 % interval
+    ms_high: float | None = None
+    gbps: float | None = None  # least bytes over time
+    tflops: float | None = None
+    roof: float | None = None  # share of the measured ceilings
+    ratio: float | None = None  # times faster than baseline:torch, round by round
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    timed_by: str = ""
+    config: str = ""
+    arch: str = ""  # what it was compiled for
+    registers: int | None = None
+    spills: int | None = None
+    shared: int | None = None
+
+
+def document(rows: Iterable[Row], **more: Any) -> dict[str, Any]:
+    """What --json prints: fields without a value are left out."""
+    plain = [{k: v for k, v in asdict(row).items() if v is not None and v != "" or k == "reason"} for row in rows]
+    return {"schema": SCHEMA, "machine": machine(), "rows": plain, **more}
+
+
+def write_csv(rows: Iterable[Row], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(f.name for f in fields(Row))
+        writer.writerows(asdict(row).values() for row in rows)
+
+
+def machine() -> dict[str, Any]:
+    where = device.default()
+    languages = {name: backends.version(lang) for name, lang in backends.LANGUAGES.items()}
+    return {
+        "tilery": tilery.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": device.name(torch.device("cpu")),
+        "gpu": device.name(where) if where.type == "cuda" else None,
+        "arch": device.arch(where),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "languages": {name: version for name, version in languages.items() if version},
+    }

@@ -1,0 +1,65 @@
+"""Set-up for every test: Triton interprets where there is no GPU, and state lives in a folder of this run's own."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported
+_OWNS_STATE = "TILERY_TEST_STATE" not in os.environ  # the workers of xdist inherit it
+_STATE = Path(os.environ["TILERY_TEST_STATE"] if not _OWNS_STATE else tempfile.mkdtemp(prefix="tilery-tests-"))
+os.environ["TILERY_TEST_STATE"] = str(_STATE)
+os.environ["TILERY_DATA_DIR"] = str(_STATE / "data")
+os.environ["TILERY_CACHE_DIR"] = str(_STATE / "cache")
+os.environ.pop("TILERY_CONFIG_DIR", None)
+os.environ.pop("TILERY_EXPLAIN", None)
+
+from tilery.workbench.compile import Compiler  # noqa: E402
+
+TRITON_36 = Path(sys.prefix) / "triton-3.6.0"
+
+
+def pytest_unconfigure():
+    if _OWNS_STATE:
+        shutil.rmtree(_STATE, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def compiler():
+    with Compiler() as child:
+        yield child
+
+
+@pytest.fixture(scope="session")
+def compiler_36():
+    """A compiler with Triton 3.6.0, which users of torch 2.11 have; installed beside this environment on first use."""
+    if not TRITON_36.exists():
+        partial = Path(tempfile.mkdtemp(dir=TRITON_36.parent))
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(partial), "triton==3.6.0"]
+        subprocess.run(command, check=True)
+        try:
+            partial.rename(TRITON_36)
+        except OSError:  # another worker was first
+            shutil.rmtree(partial)
+    with Compiler(pythonpath=TRITON_36) as child:
+        yield child
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What the compilers made: the record that a change of registers or spills is seen against."""
+    made = {}
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in getattr(report, "user_properties", []):
+            if name == "resources":
+                made[value[0]] = value[1]
+    if made:
+        terminalreporter.section("compiled: registers, spilled bytes, shared bytes")
+        for what in sorted(made):
+            terminalreporter.write_line(f"{what:<48} {made[what]}")
+

@@ -1,0 +1,116 @@
+"""Every verb as a user runs it: tables, --json, exit codes, errors."""
+
+import csv
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tilery.cli import app, main
+from tilery.op import REGISTRY
+
+CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said of a machine without a GPU")
+
+
+def run(*words, code=0):
+    done = CliRunner().invoke(app, list(words))
+    assert done.exit_code == code, done.output
+    return done.stdout
+
+
+def run_json(*words, code=0):
+    found = json.loads(run(*words, "--json", code=code))
+    assert found["schema"] == 1 and found["machine"]["torch"] == torch.__version__
+    for row in found["rows"]:
+        assert {"op", "kernel", "status", "reason"} <= set(row)
+        assert row["status"] in ("pass", "fail", "refused", "compiled", "skipped")
+    return found
+
+
+def test_doctor():
+    found = run_json("doctor")
+    assert {x["language"] for x in found["languages"]} >= {"triton", "numba", "cuda"}
+    assert found["ceilings"]["bandwidth"] > 0
+    said = run("doctor")
+    assert "Languages" in said and "C compiler" in said and "GB/s" in said
+
+
+def test_ops_lists_every_kernel():
+    rows = run_json("ops")["rows"]
+    assert {(r["op"], r["kernel"]) for r in rows} == {(op.name, k) for op in REGISTRY.values() for k in op.kernels}
+    assert "runs here" in run("ops", "softmax")
+
+
+def test_check_counts_cases():
+    rows = run_json("check", "softmax", "--backend", "numba")["rows"]
+    assert len(rows) == len(REGISTRY["softmax"].cases["test"]) and all(r["status"] == "pass" for r in rows)
+    assert "numba" in run("check", "softmax", "-b", "numba")
+
+
+def test_check_takes_a_case_by_its_numbers():
+    (row,) = run_json("check", "matmul", "-b", "numba", "--case", "m=5,n=6,k=7,dtype=fp32")["rows"]
+    assert row["case"] == "m=5,n=6,k=7,dtype=fp32" and row["error"] < 2e-6
+
+
+def test_a_failed_check_exits_1(monkeypatch):
+    monkeypatch.setattr(REGISTRY["softmax"].kernel("numba"), "run", lambda outs, args, config: outs[0].zero_())
+    said = run("check", "softmax", "-b", "numba", "--case", "m=2,n=8,dtype=fp32", code=1)
+    assert "output 0 has error 1.00e+00" in said
+
+
+@CPU_ONLY
+def test_check_compiles_what_cannot_run():
+    rows = run_json("check", "softmax", "-b", "cuda")["rows"]
+    assert [r["status"] for r in rows] == ["compiled"] * 3 and all(r["registers"] > 0 for r in rows)
+
+
+def test_bench_prints_and_writes(tmp_path):
+    file, picture = tmp_path / "rows.csv", tmp_path / "table.svg"
+    words = ("bench", "softmax", "-b", "numba", "--case", "m=64,n=128,dtype=fp32", "--rounds", "5")
+    said = run(*words, "--csv", str(file), "--svg", str(picture))
+    assert "baseline:torch" in said and "GB/s" in said
+    with file.open() as opened:
+        lines = list(csv.DictReader(opened))
+    assert [x["kernel"] for x in lines] == ["baseline:torch", "numba"] and float(lines[1]["ms"]) > 0
+    assert "<svg" in picture.read_text()
+
+
+def test_show_prints_a_stage():
+    assert "def _softmax" in run("show", "softmax", "--backend", "triton", "--stage", "source")
+    found = run_json("show", "softmax", "-b", "triton", "--stage", "ptx", "--arch", "sm_80", "--case", "m=2,n=64,dtype=fp16")
+    assert ".target sm_80" in found["text"] and found["rows"][0]["registers"] > 0
+
+
+def test_cache_shows_and_clears(monkeypatch, tmp_path):
+    from tilery import settings
+
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "old.cubin").write_text("x" * 100)
+    with settings.override(cache_dir=tmp_path / "cache"):
+        assert run_json("cache")["folders"]["cache"]["bytes"] == 100
+        assert "freed" in run("cache", "--clear")
+        assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("check", "warp"), "OP must be one of matmul, rms_norm, silu_mul, softmax, got 'warp'"),
+        (("check", "-b", "cobol"), "--backend must be one of numba, .*, got 'cobol'"),
+        (("check", "softmax", "--case", "rows=3"), "--case for softmax takes m, n, dtype, .*, got 'rows=3'"),
+        (("check", "softmax", "--case", "m=x,n=3"), "m must be a whole number, got 'x'"),
+        (("check", "matmul", "--case", "m=3"), "needs n, k, got 'm=3'"),
+        (("check", "softmax", "-b", "numba", "--case", "m=3,n=3,dtype=int4"), "dtype must be one of fp32, fp16, bf16, got 'int4'"),
+        (("show", "softmax", "-b", "gluon"), "--backend must be one of numba, triton, cutile, cuda, got 'gluon'"),
+        (("show", "softmax", "-b", "triton", "--stage", "wasm"), "--stage must be one of .*, got 'wasm'"),
+        (("show", "softmax", "-b", "triton", "--arch", "sm_70"), "softmax triton builds for sm_80, .*, got 'sm_70'"),
+    ],
+)  # fmt: skip
+def test_bad_usage_exits_2_and_says_what_was_expected(words, message, monkeypatch, capsys):
+    import re
+
+    monkeypatch.setattr("sys.argv", ["tilery", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and re.search(message, capsys.readouterr().err)

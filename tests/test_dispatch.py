@@ -1,0 +1,311 @@
+"""The way of a call: arguments, plans, policy, devices, threads."""
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import tilery
+from tilery import backends, dispatch, settings, tuned
+from tilery.errors import BadInput, NoBackend, NoBackward
+from tilery.op import REGISTRY, Bucket, TensorSpec
+from tilery.ops import linear, matmul, rms_norm, silu_mul, softmax
+
+X, W = torch.randn(4, 8), torch.randn(8)
+A, B = torch.randn(4, 8), torch.randn(8, 6)
+
+
+def reference(x, w, eps=1e-6):
+    return rms_norm.reference(x.double(), w.double(), eps).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: rms_norm([1.0], W), "rms_norm: x must be Tensor, got list"),
+        (lambda: rms_norm(X, None), "rms_norm: weight must be Tensor, got NoneType"),
+        (lambda: rms_norm(np.ones((4, 8)), W), "rms_norm: x must be Tensor, got ndarray"),
+        (lambda: rms_norm(X, W, "1e-6"), "rms_norm: eps must be float or int, got str"),
+        (lambda: rms_norm(X, W, torch.tensor(1e-6)), "rms_norm: eps must be float or int, got Tensor"),
+        (lambda: rms_norm(X), "missing a required argument: 'weight'; it takes"),
+        (lambda: rms_norm(X, W, epsilon=1), "unexpected keyword argument 'epsilon'"),
+        (lambda: rms_norm(X, W, 1e-6, 3), "too many positional arguments"),
+        (lambda: rms_norm(X, W, x=X), "multiple values for argument 'x'"),
+        (lambda: rms_norm(X.double(), W.double()), "x must be one of fp32, fp16, bf16, got float64"),
+        (lambda: rms_norm(X, W.half()), "weight must be fp32 as x is, got fp16"),
+        (lambda: rms_norm(X, W[:4]), r"weight must be \[8\] as x's rows are, got \[4\]"),
+        (lambda: rms_norm(X, torch.ones(16)[::2]), "weight must be contiguous, got stride 2"),
+        (lambda: rms_norm(X, torch.ones(4, 8)), r"weight must be \[8\] as x's rows are, got \[4, 8\]"),
+        (lambda: rms_norm(torch.tensor(1.0), W), r"x must be \[\.\.\., N\], got a scalar"),
+        (lambda: rms_norm(X.t().contiguous().t(), W), "x must have stride 1 along its last dimension"),
+        (lambda: softmax(torch.ones(4, 3, 8).transpose(0, 1)), "rows evenly spaced"),
+        (lambda: rms_norm(X[:1].expand(4, 8), W), "x must not be expanded, got stride 0 along dimension 0 of size 4"),
+        (lambda: rms_norm(X, torch.ones(1).expand(8)), "weight must not be expanded"),
+        (lambda: rms_norm(X.to_sparse(), W), "x must be dense .* got torch.sparse_coo"),
+        (lambda: rms_norm(X.to(torch.complex64), W), "x must be real, got torch.complex64"),
+        (lambda: rms_norm(torch.complex(X, X).conj().imag, W), "lazily negated view"),
+        (lambda: rms_norm(X.to("meta"), W.to("meta")), "x must hold data, got a meta tensor"),
+        (lambda: rms_norm(X, W.to("meta")), "weight must hold data, got a meta tensor"),
+        (lambda: rms_norm(torch.nested.nested_tensor([W, W]), W), "x must be a plain tensor, got a nested one"),
+        (lambda: rms_norm(X, W, backend="cobol"), "backend must be one of numba, .*, got 'cobol'"),
+        (lambda: rms_norm(X, W, config=3), "config= needs backend="),
+        (lambda: rms_norm(X, W, backend="numba", config=3), r"config must be numba's Config\(.*\), got 3"),
+        (lambda: rms_norm(X, W, out=W), r"out\[0\] must be fp32\[4, 8\] .*, got fp32\[8\]"),
+        (lambda: rms_norm(X, W, out=3), r"out\[0\] must be a Tensor, got int"),
+        (lambda: rms_norm(X, W, out=(X, X)), r"out must be 1 tensor\(s\), got 2"),
+        (lambda: rms_norm(X, W, out=X), r"out\[0\] must not share memory"),
+        (lambda: silu_mul(X, X[:2]), r"up must be \[4, 8\] as gate is, got \[2, 8\]"),
+        (lambda: matmul(A, B.half()), "b must be fp32 as a is, got fp16"),
+        (lambda: matmul(A[0], B), r"a must be a matrix, got shape \[8\]"),
+        (lambda: matmul(A, B.t()), r"must agree in K, got \[4, 8\] and \[6, 8\]"),
+        (lambda: matmul(torch.ones(8, 16)[::2, ::2], B), "a must have stride 1 along one dimension"),
+        (lambda: linear(X, B), "x .* and w .* must agree in K"),
+        (lambda: linear(X, W), r"w must be a tensor \[N, K\], got fp32\[8\]"),
+        (lambda: linear(X, torch.ones(3, 8), W), r"bias must be fp32\[3\], got fp32\[8\]"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(BadInput, match=message):
+        call()
+
+
+def test_another_kernels_config_is_refused():
+    other = matmul.kernel("numba").Config
+    config = next(iter(matmul.kernel("numba").configs(*matmul.specs((A, B)))))
+    assert isinstance(config, other)
+    with pytest.raises(BadInput, match="rms_norm: config must be numba's Config"):
+        rms_norm(X, W, backend="numba", config=config)
+
+
+def test_tensors_on_two_devices_are_named():
+    x, w = (TensorSpec.contiguous(s, torch.float32, d) for s, d in (((4, 8), "cuda:0"), ((8,), "cpu")))
+    with pytest.raises(BadInput, match="all tensors must be on one device, got x on cuda:0, weight on cpu"):
+        rms_norm.plan((x, w))
+
+
+def test_error_lists_every_refusal_with_the_pip_command(monkeypatch):
+    monkeypatch.setattr(backends, "installed", lambda package: package not in ("numba", "tilelang"))
+    backends.missing.cache_clear()
+    rms_norm.plans.clear()
+    try:
+        with pytest.raises(NoBackend) as caught:
+            rms_norm(X.bfloat16(), W.bfloat16())
+    finally:
+        backends.missing.cache_clear()
+    said = str(caught.value)
+    assert all(f"\n  {kernel}: " in said for kernel in rms_norm.kernels)
+    assert "numba: numba is not installed: pip install 'tilery[numba]'" in said
+    assert "tilelang: tilelang is not installed: pip install 'tilery[tilelang]'" in said
+    assert "cuda: needs a CUDA tensor, got one on cpu" in said and "bf16[4, 8] with strides [8, 1] on cpu" in said
+
+
+@pytest.mark.parametrize("call", [rms_norm, torch.ops.tilery.rms_norm], ids=["direct", "torch.ops"])
+def test_grad_is_refused_not_cut(call):
+    w = torch.nn.Parameter(W.clone())
+    with pytest.raises(NoBackward, match="rms_norm has no backward and weight requires grad"):
+        call(X, w)
+    with torch.no_grad():
+        assert torch.equal(call(X, w), rms_norm(X, W))
+
+
+def test_defaults_and_keywords_mean_the_same():
+    wanted = rms_norm(X, W, 1e-6)
+    for got in (rms_norm(X, W), rms_norm(X, weight=W), rms_norm(x=X, weight=W, eps=1e-6), rms_norm(weight=W, x=X)):
+        assert torch.equal(got, wanted)
+
+
+def test_out_is_written():
+    out = torch.full_like(X, 7.0)
+    assert rms_norm(X, W, out=out) is out
+    assert torch.allclose(out, reference(X, W))
+
+
+def test_key_holds_what_decides_and_nothing_else():
+    rms_norm.plans.clear()
+    one, other = (rms_norm(X, W, eps) for eps in (1e-6, 1.0))
+    assert len(rms_norm.plans) == 1 and not torch.equal(one, other)  # eps reaches the kernel, not the key
+    for x in (torch.randn(33)[1:].view(4, 8), torch.randn(4, 16)[:, :8], X.half(), torch.randn(5, 8)):
+        before = len(rms_norm.plans)
+        rms_norm(x, W.to(x.dtype))
+        assert len(rms_norm.plans) == before + 1  # misaligned, strided, of another dtype, of another shape
+
+
+def fake_plan(**more):
+    blank = {"op": "t", "kernel": "t", "config": None, "source": "default", "device": torch.device("cpu"), "outs": ()}
+    return dispatch.Plan(**blank | {"workspace": (), "run": lambda *_: None} | more)
+
+
+def test_plans_drop_what_was_used_least_recently():
+    plans = dispatch.Plans(limit=4)
+    for key in "abcd":
+        plans.make(key, fake_plan)
+    plans.get("a")
+    plans.make("e", fake_plan)
+    assert plans.get("b") is None and all(plans.get(key) for key in "acde")
+
+
+def test_one_new_problem_in_eight_threads_is_planned_once():
+    plans, made, gate = dispatch.Plans(), [], threading.Barrier(8)
+
+    def make():
+        made.append(1)
+        return fake_plan()
+
+    def call():
+        gate.wait()
+        plans.make("key", make)
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert len(made) == 1
+
+
+def test_a_failed_plan_is_not_remembered():
+    plans = dispatch.Plans()
+    with pytest.raises(ZeroDivisionError):
+        plans.make("key", lambda: 1 // 0)
+    assert plans.make("key", fake_plan) is plans.get("key")
+
+
+def test_ten_thousand_shapes_do_not_grow_memory():
+    for n in range(1, 10_001):
+        rms_norm._key((X, W, n), None, None)
+        rms_norm.plans.make(("shape", n), fake_plan)
+    assert len(rms_norm.plans) <= rms_norm.plans.limit
+    gc.collect()
+    assert sum(isinstance(o, dispatch.Plan) for o in gc.get_objects()) < 2 * rms_norm.plans.limit
+    rms_norm.plans.clear()
+
+
+def test_ten_thousand_real_shapes_stay_bounded():
+    x = torch.randn(10_000)
+    for m in range(1, 10_001):
+        softmax(x[:m].unsqueeze(1) if m % 2 else x[:m])
+    assert len(softmax.plans) <= softmax.plans.limit
+
+
+def test_eight_threads_get_right_answers():
+    problems = [(torch.randn(16 + i, 64 * (1 + i % 3)), torch.randn(64 * (1 + i % 3))) for i in range(8)]
+    wanted = [reference(x, w) for x, w in problems]
+    wrong, gate = [], threading.Barrier(8)
+
+    def work(i):
+        gate.wait()
+        for round in range(50):
+            x, w = problems[(i + round) % 8]
+            if not torch.allclose(rms_norm(x, w), wanted[(i + round) % 8], atol=1e-5):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not wrong
+
+
+def test_a_tensor_on_the_second_device_runs_there(monkeypatch):
+    """With fakes: the launch happens inside a guard for cuda:1, and only if that is not the current device."""
+    log = []
+
+    class Guard:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            log.append(f"enter {self.index}")
+
+        def __exit__(self, *_):
+            log.append(f"exit {self.index}")
+
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    for index in (0, 1):
+        plan = fake_plan(device=torch.device("cuda", index), run=lambda *_, i=index: log.append(f"run {i}"))
+        plan.launch((), ())
+    assert log == ["run 0", "enter 1", "run 1", "exit 1"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs; the guard is tested with fakes")
+def test_a_tensor_on_a_real_second_device_runs_there():
+    x = X.to("cuda:1")
+    assert torch.allclose(rms_norm(x, W.to("cuda:1")).cpu(), reference(X, W), atol=1e-5)
+
+
+def test_nothing_is_launched_where_there_is_nothing_to_write():
+    empty = TensorSpec.contiguous((0, 8), torch.float32, "cpu")
+    fake_plan(outs=(empty,), run=lambda *_: pytest.fail("launched"))(())
+
+
+def test_workspace_is_allocated_and_handed_over():
+    got = []
+    spec = TensorSpec.contiguous((3,), torch.float32, "cpu")
+    fake_plan(workspace=(spec,), run=lambda outs, args, config, *scratch: got.extend(scratch)).launch((), ())
+    assert len(got) == 1 and got[0].shape == (3,)
+
+
+def test_settings_and_tuned_data_drop_plans():
+    rms_norm(X, W)
+    assert len(rms_norm.plans)
+    with settings.override(explain=False):
+        assert not len(rms_norm.plans)
+    rms_norm(X, W)
+    tuned.reload()
+    assert not len(rms_norm.plans)
+
+
+def test_explain_says_who_was_chosen_and_who_refused(capsys):
+    tilery.explain_dispatch()
+    try:
+        rms_norm(X, W)
+        rms_norm(X, W)
+    finally:
+        tilery.explain_dispatch(False)
+    said = capsys.readouterr().err
+    assert said.count("tilery: rms_norm(fp32[4, 8]") == 1  # once per plan
+    assert "runs numba with Config(" in said and ", default" in said
+    rms_norm(X, W)
+    assert capsys.readouterr().err == ""
+
+
+def test_kernels_come_in_order_of_preference_and_refusals_are_kept():
+    plan = rms_norm.plan(rms_norm.specs((X, W, 1e-6)))
+    assert plan.kernel == "numba" and plan.source == "default"
+    assert plan.refusals["cuda"] == "needs a CUDA tensor, got one on cpu"
+
+
+def test_an_architecture_that_is_not_claimed_is_refused(monkeypatch):
+    monkeypatch.setattr(backends.device, "arch", lambda where: "sm_75")
+    why = backends.refusal("cuda", torch.device("cuda", 0), ("sm_80", "sm_90"), ())
+    assert why == "builds for sm_80, sm_90, and cuda:0 is sm_75"
+
+
+@pytest.mark.parametrize(
+    ("built", "present", "runs"),
+    [("sm_80", "sm_80", True), ("sm_80", "sm_86", True), ("sm_80", "sm_90", False), ("sm_89", "sm_80", False),
+     ("sm_100", "sm_103", True), ("sm_120", "sm_100", False), ("cpu", "cpu", True), ("cpu", "sm_90", False)],
+)  # fmt: skip
+def test_which_code_serves_which_card(built, present, runs):
+    assert backends.serves(built, present) is runs
+
+
+def test_linear_is_matmul_with_a_bias():
+    x, w, bias = torch.randn(2, 3, 8), torch.randn(5, 8), torch.randn(5)
+    assert torch.allclose(linear(x, w, bias), torch.nn.functional.linear(x, w, bias), atol=1e-5)
+    assert linear(x, w).shape == (2, 3, 5)
+    assert linear(torch.randn(0, 8), w).shape == (0, 5)
+
+
+def test_buckets_group_what_one_config_may_serve():
+    def bucket(m, n, k, trans):
+        b = TensorSpec((k, n), (1, k) if trans else (n, 1), torch.bfloat16, torch.device("cuda", 0), True)
+        return matmul.bucket(TensorSpec.contiguous((m, k), torch.bfloat16, "cuda:0"), b)
+
+    assert bucket(5, 8, 16, True) == Bucket("n=8,k=16,bf16,nt", {"m": 5})
+    assert bucket(5, 8, 16, True).exact == bucket(900, 8, 16, True).exact != bucket(5, 8, 16, False).exact
+
+
+def test_registry_names_are_the_public_names():
+    assert set(REGISTRY) <= set(tilery.__all__)
+    assert all(getattr(tilery, name) is op for name, op in REGISTRY.items())

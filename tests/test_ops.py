@@ -1,0 +1,178 @@
+"""Every op, kernel and case. A kernel that cannot run here is compiled, for every architecture it claims."""
+
+import pathlib
+import sys
+
+import pytest
+import torch
+
+import tilery.ops  # noqa: F401  fills the registry
+from tilery import backends, device, dispatch
+from tilery.errors import Wrong
+from tilery.op import REGISTRY, case
+from tilery.workbench.check import check, conform
+from tilery.workbench.compile import specs_for
+from tilery.workbench.place import place
+
+OPS = tuple(REGISTRY.values())
+KERNELS = [pytest.param(op, k, id=f"{op.name}-{k}") for op in OPS for k in op.kernels]
+CASES = [pytest.param(op, k, c, id=f"{op.name}-{k}-{c}") for op in OPS for k in op.kernels for c in op.cases["test"]]
+EXPORTS = {"archs", "Config", "configs", "default", "refusal", "compile", "run"}
+
+
+def language_needed(kernel):
+    if why := backends.missing(kernel):
+        pytest.skip(why)
+
+
+@pytest.mark.parametrize(("op", "kernel", "case"), CASES)
+def test_kernel_is_right_or_refuses_as_declared(op, kernel, case):
+    language_needed(kernel)
+    where = place(op, kernel)
+    if where.device is not None:
+        why = dispatch.environment_refusal(op, kernel, where.device, specs_for(op, case, str(where.device)))
+        if why is None:
+            conform(op, kernel, case, where.device)
+            return
+        pytest.skip(f"{why}; compiled by test_builds_for_every_claimed_architecture")
+    declared_refusal_holds(op, kernel, case, where.arch)
+    pytest.skip("needs a GPU; compiled by test_builds_for_every_claimed_architecture")
+
+
+def declared_refusal_holds(op, kernel, case, arch):
+    """Refusals need no GPU: they see specs."""
+    expected = case.refused_by.get(kernel)
+    with device.pretend(arch):
+        why = dispatch.problem_refusal(op, kernel, specs_for(op, case))
+    assert (why is None) == (expected is None), f"declared {expected!r}, said {why!r}"
+    assert expected is None or expected in why
+
+
+def builds():
+    for op in OPS:
+        for kernel in op.kernels:
+            if backends.missing(kernel) is None:
+                for arch in op.kernel(kernel).archs:
+                    yield pytest.param(op, kernel, arch, id=f"{op.name}-{kernel}-{arch}")
+
+
+@pytest.mark.parametrize(("op", "kernel", "arch"), builds())
+def test_builds_for_every_claimed_architecture(op, kernel, arch, compiler, record_property):
+    """In every dtype where most run (sm_90, cpu), in one elsewhere."""
+    made = compiled_per_dtype(op, kernel, arch, compiler, every=arch in ("sm_90", "cpu"))
+    for dtype, artifact in made.items():
+        if arch == "cpu":
+            assert "ret" in artifact.code["asm"]
+            continue
+        assert 0 < artifact.registers <= 255 and artifact.spills is not None
+        assert 0 <= artifact.shared <= device.shared_limit(arch)
+        record_property("resources", (f"{op.name} {kernel} {dtype} {arch}", resources(artifact)))
+    assert made, f"{op.name} {kernel} takes no case on {arch}"
+
+
+@pytest.mark.parametrize(
+    ("op", "kernel"), [p for p in KERNELS if p.values[1].partition(".")[0] in ("triton", "gluon")]
+)
+def test_builds_with_triton_36(op, kernel, compiler_36, record_property):
+    for dtype, artifact in compiled_per_dtype(op, kernel, "sm_90", compiler_36, every=True).items():
+        record_property("resources", (f"{op.name} {kernel} {dtype} sm_90 triton-3.6.0", resources(artifact)))
+        assert 0 < artifact.registers <= 255
+
+
+def compiled_per_dtype(op, kernel, arch, compiler, every):
+    made = {}
+    for c in sorted(op.cases["test"], key=lambda c: -c.params["m"] * c.params["n"]):  # the largest of each dtype
+        dtype = c.params["dtype"]
+        if dtype in made or kernel in c.refused_by or (made and not every) or "layout" in c.params:
+            continue
+        made[dtype] = compiler.compile(op.name, kernel, specs_for(op, c, "cpu" if arch == "cpu" else "cuda:0"), arch)
+    return made
+
+
+def resources(artifact):
+    return f"{artifact.registers:>4} {artifact.spills:>4} {artifact.shared:>7}"
+
+
+@pytest.mark.parametrize(("op", "kernel"), KERNELS)
+def test_every_config_is_right(op, kernel):
+    language_needed(kernel)
+    where = place(op, kernel)
+    if where.device is None:
+        pytest.skip("needs a GPU; the default config is compiled by test_builds_for_every_claimed_architecture")
+    small = case(m=40, n=96, k=136, dtype="fp16") if op.name == "matmul" else case(m=3, n=300, dtype="fp16")
+    specs = specs_for(op, small, str(where.device))
+    configs = op.kernel(kernel).configs(*specs)
+    assert configs and op.kernel(kernel).default(*specs)
+    for config in configs:
+        assert check(op, kernel, small, where.device, config=config).refused is None, config
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_kernels_are_the_files(op):
+    folder = pathlib.Path(sys.modules[op.reference.__module__].__file__).parent
+    assert {k.replace(".", "_") + "_kernel" for k in op.kernels} == {p.stem for p in folder.glob("*_kernel.py")}
+
+
+@pytest.mark.parametrize(("op", "kernel"), KERNELS)
+def test_kernel_exports_the_contract(op, kernel):
+    language_needed(kernel)
+    module = op.kernel(kernel)
+    mine = {n for n, v in vars(module).items() if not n.startswith("_") and getattr(v, "__module__", "") == module.__name__}
+    assert mine <= EXPORTS | {"workspace"} and set(vars(module)) >= EXPORTS
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_every_op_builds_everywhere(op):
+    """sm_80 to sm_120 and the CPU: some kernel claims each."""
+    claimed = {arch for k in op.kernels if backends.missing(k) is None for arch in op.kernel(k).archs}
+    assert claimed >= {"cpu", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"}
+
+
+# Three planted bugs: the check that everything rests on can fail.
+
+
+def zero(op, outs, args):
+    outs[0].zero_()
+
+
+def drops_the_tail(op, outs, args):
+    outs[0][:, :-1] = op.reference(*args)[:, :-1]
+
+
+def drops_a_k_tile(op, outs, args):
+    a, b = args
+    outs[0].copy_(a[:, :-16] @ b[:-16])
+
+
+PLANTED = [(op, bug) for op in OPS for bug in (zero, drops_the_tail)] + [(REGISTRY["matmul"], drops_a_k_tile)]
+
+
+@pytest.mark.parametrize(("op", "bug"), PLANTED, ids=lambda v: getattr(v, "name", None) or v.__name__)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_planted_bug_is_found(op, bug, dtype, monkeypatch):
+    problem = case(m=64, n=127, k=4096, dtype=dtype) if op.name == "matmul" else case(m=64, n=127, dtype=dtype)
+    assert check(op, "numba", problem, "cpu").errors
+    monkeypatch.setattr(op.kernel("numba"), "run", lambda outs, args, config: bug(op, outs, args))
+    with pytest.raises(Wrong, match=r"output 0 has error .* seed=|seed=.* output 0 has error"):
+        check(op, "numba", problem, "cpu")
+
+
+def test_refusing_what_it_should_take_fails(monkeypatch):
+    op = REGISTRY["rms_norm"]
+    monkeypatch.setattr(op.kernel("numba"), "refusal", lambda *specs, config=None: "not today")
+    with pytest.raises(Wrong, match="should take it, refused: not today"):
+        conform(op, "numba", case(m=3, n=8, dtype="fp32"), "cpu")
+
+
+def test_taking_what_it_should_refuse_fails():
+    with pytest.raises(Wrong, match="should refuse with 'odd', said None"):
+        conform(REGISTRY["rms_norm"], "numba", case(m=3, n=7, dtype="fp32", refused_by={"numba": "odd"}), "cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_interpreter_refuses_bf16(op):
+    """It would multiply raw bits and say nothing."""
+    args = op.complete((), op.inputs(**op.cases["bench_cpu"][1].params | {"m": 2, "n": 16}, device="cpu"))
+    with pytest.raises(tilery.errors.NoBackend, match="raw bits of bf16"):
+        op(*args, backend="triton")

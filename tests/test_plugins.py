@@ -1,0 +1,66 @@
+"""Third parties add languages, ops and kernels through entry points of their packages."""
+
+import subprocess
+import sys
+import textwrap
+
+LANGUAGE = """
+from tilery.backends import Language
+LANGUAGE = Language("acme", "acme", "acme", "pip install acme", "acme")
+"""
+KERNEL = """
+from dataclasses import dataclass
+import torch
+archs = ("cpu",)
+@dataclass(frozen=True)
+class Config:
+    pass
+def refusal(x, config=None): return None
+def default(x): return Config()
+def configs(x): return [Config()]
+def compile(specs, config, arch): raise NotImplementedError
+def run(outs, args, config): torch.softmax(args[0], -1, out=outs[0])
+"""
+OP = """
+import torch
+from torch import Tensor
+from tilery.op import op, Cost, Bucket, TensorSpec, case
+@op(check=lambda x: None, outputs=lambda x: (x,), cost=lambda x: Cost(1, x.nbytes), bucket=lambda x: Bucket("", {}),
+    inputs=lambda m, device, seed: {"x": torch.randn(m, device=device)}, cases={"test": [case(m=3)]},
+    allowed={torch.float32: 1e-6}, kernels=(), baselines={})
+def acme_negate(x: Tensor) -> Tensor:
+    \"\"\"y = -x\"\"\"
+    return -x
+"""
+ENTRY_POINTS = """
+[tilery.languages]
+acme = acme:LANGUAGE
+[tilery.ops]
+acme = acme.op
+[tilery.kernels]
+softmax/acme.fast = acme.kernel
+"""
+
+
+def test_a_package_adds_a_language_an_op_and_a_kernel(tmp_path):
+    package, info = tmp_path / "acme", tmp_path / "acme-1.0.dist-info"
+    for folder, files in ((package, {"__init__.py": LANGUAGE, "kernel.py": KERNEL, "op.py": OP}),
+                          (info, {"METADATA": "Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n",
+                                  "entry_points.txt": ENTRY_POINTS})):  # fmt: skip
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    code = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        import torch, tilery
+        x = torch.randn(3, 5)
+        assert torch.equal(tilery.softmax(x, backend="acme.fast"), torch.softmax(x, -1))
+        from tilery.op import REGISTRY
+        assert REGISTRY["acme_negate"].torch_op is torch.ops.tilery.acme_negate
+        assert REGISTRY["softmax"].kernels[-1] == "acme.fast"
+        print("added")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.strip() == "added", done.stderr

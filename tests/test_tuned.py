@@ -1,0 +1,119 @@
+"""Tuned configs: shipped, the user's over them; nearest larger; refused again; stale; corrupt."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from tilery import device, settings, tuned
+from tilery.errors import BadTunedFile
+from tilery.op import Bucket
+from tilery.ops import matmul
+
+A, B = torch.randn(64, 32), torch.randn(32, 16)
+BUCKET = matmul.bucket(*matmul.specs((A, B)))
+
+
+def entry(config, m=64, ms=1.0, exact=BUCKET.exact, kernel="numba", **more):
+    blank = {"interval": [0.9, 1.1], "error": 1e-7, "bit_identical": True, "registers": None, "spills": None, "roof": 0.5}
+    stamp = {"versions": {}, "device": "CPU", "when": "2026-01-01T00:00:00Z"}
+    return {"kernel": kernel, "exact": exact, "scaled": {"m": m}, "config": config, "ms": ms, **blank, **stamp, **more}
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Writes the user's file for this CPU."""
+
+    def write(text):
+        path = tmp_path / "matmul" / f"{device.slug(torch.device('cpu'))}.json"
+        path.parent.mkdir(exist_ok=True)
+        document = {"schema": 1, "op": "matmul", "device": "CPU", "entries": text}
+        path.write_text(text if isinstance(text, str) else json.dumps(document, indent=1))
+        tuned.reload()
+        return path
+
+    with settings.override(config_dir=tmp_path):
+        yield write
+    tuned.reload()
+
+
+def configs():
+    found = matmul.kernel("numba").configs(*matmul.specs((A, B)))
+    default = matmul.kernel("numba").default(*matmul.specs((A, B)))
+    return [c for c in found if c != default]
+
+
+def plan(m=64):
+    return matmul.plan(matmul.specs((torch.randn(m, 32), B)))
+
+
+def test_tuned_beats_default_and_explicit_beats_tuned(store):
+    first, *_ = configs()
+    store([entry(dataclasses.asdict(first))])
+    assert (plan().config, plan().source) == (first, "tuned")
+    explicit = matmul.kernel("numba").default(*matmul.specs((A, B)))
+    chosen = matmul.plan(matmul.specs((A, B)), "numba", explicit)
+    assert (chosen.config, chosen.source) == (explicit, "explicit")
+
+
+def test_the_nearest_larger_bucket_is_taken(store):
+    one, two = configs()[:2]
+    store([entry(dataclasses.asdict(one), m=64), entry(dataclasses.asdict(two), m=512)])
+    assert plan(1).config == plan(64).config == one
+    assert plan(65).config == plan(512).config == two
+    assert plan(513).source == "default"
+
+
+def test_another_exact_part_does_not_carry_over(store):
+    store([entry(dataclasses.asdict(configs()[0]), exact="n=17,k=32,fp32,nn")])
+    assert plan().source == "default"
+
+
+def test_the_fastest_in_the_bucket_wins_unless_it_refuses(store, monkeypatch):
+    slow, fast = configs()[:2]
+    store([entry(dataclasses.asdict(slow), ms=2.0), entry(dataclasses.asdict(fast), ms=1.0)])
+    assert plan().config == fast
+    monkeypatch.setattr(
+        matmul.kernel("numba"), "refusal", lambda a, b, config=None: "strides" if config == fast else None
+    )
+    assert plan().config == slow
+
+
+def test_stale_entries_are_used_and_said(store):
+    store([entry(dataclasses.asdict(configs()[0]), versions={"numba": "0.1.0"})])
+    assert plan().source.startswith("tuned (stale: numba 0.1.0, now ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"schema": 1,\n "entries": [\n  nonsense]}', r"\.json:3: Expecting value; mend it or move it away"),
+        ('{"schema": 99, "entries": []}', r'\.json:1: expected {"schema": 1'),
+        ('{"schema": 1, "entries": [\n{"kernel": "numba"},\n{"config": {}}]}', r"\.json:2: entry lacks \['bit_identical'"),
+    ],
+)
+def test_a_corrupt_file_is_an_error_with_its_line_and_stays(store, text, message):
+    path = store(text)
+    with pytest.raises(BadTunedFile, match=message):
+        plan()
+    assert path.read_text() == text
+
+
+def test_the_line_is_that_of_the_bad_entry(store):
+    good = json.dumps(entry(dataclasses.asdict(configs()[0])))
+    store('{"schema": 1, "entries": [\n' + good + ",\n\n" + '{"kernel": 1}\n]}')
+    with pytest.raises(BadTunedFile, match=r"\.json:4: entry lacks"):
+        plan()
+
+
+def test_an_unknown_config_field_is_named(store):
+    store([entry({"warp_drive": 9})])
+    with pytest.raises(BadTunedFile, match="numba has no config .*warp_drive"):
+        plan()
+
+
+def test_nearest_wants_every_scaled_value_no_smaller():
+    entries = [tuned.Entry(**entry({}, m=8) | {"scaled": {"m": 8, "s": 4}})]
+    assert tuned.nearest(entries, Bucket(BUCKET.exact, {"m": 8, "s": 4})) == entries
+    assert tuned.nearest(entries, Bucket(BUCKET.exact, {"m": 8, "s": 5})) == []

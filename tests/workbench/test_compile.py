@@ -1,0 +1,73 @@
+"""The compiling child: kept, crash-proof, timed."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+import tilery.ops
+from tilery.errors import CompileFailed
+from tilery.op import REGISTRY, TensorSpec
+from tilery.workbench import compile as workbench
+from tilery.workbench import inspect
+from tilery.workbench.compile import Compiler
+
+X = (TensorSpec.contiguous((8, 4096), torch.bfloat16, "cuda:0"),)
+
+
+def test_the_child_is_kept_for_the_next_request(compiler):
+    first = compiler.compile("softmax", "triton", X, "sm_90")
+    child = compiler._child.pid
+    second = compiler.compile("softmax", "triton", X, "sm_80")
+    assert compiler._child.pid == child
+    assert ".target sm_90" in first.code["ptx"] and ".target sm_80" in second.code["ptx"]
+
+
+def test_alignment_reaches_the_code(compiler):
+    def wide_loads(aligned):
+        artifact = compiler.compile("softmax", "triton", (X[0]._replace(aligned=aligned),), "sm_90")
+        return artifact.code["ptx"].count("ld.global.v4")
+
+    assert wide_loads(True) > wide_loads(False)
+
+
+def test_what_the_compiler_says_reaches_the_user(compiler):
+    bad = (X[0]._replace(dtype=torch.complex64),)
+    with pytest.raises(CompileFailed, match=r"softmax triton does not build for sm_90:\n(.|\n)*complex64"):
+        compiler.compile("softmax", "triton", bad, "sm_90")
+    assert compiler.compile("softmax", "triton", X, "sm_90").registers  # and the child lives
+
+
+def test_a_dead_child_is_named_and_replaced():
+    with Compiler() as compiler:
+        compiler.compile("softmax", "triton", X, "sm_90")
+        os.kill(compiler._child.pid, signal.SIGKILL)
+        compiler._child.wait()
+        with pytest.raises(CompileFailed, match="softmax triton for sm_90: the compiler's process died with code -9"):
+            compiler.compile("softmax", "triton", X, "sm_90")
+        assert compiler.compile("softmax", "triton", X, "sm_90").registers
+
+
+def test_a_hanging_child_is_stopped(monkeypatch):
+    with Compiler(timeout_s=0.01) as compiler, pytest.raises(CompileFailed, match="no answer within 0 s"):
+        compiler.compile("softmax", "triton", X, "sm_90")
+    assert compiler._child is None
+
+
+def test_stages_hold_what_they_say(compiler):
+    artifact = compiler.compile("softmax", "triton", X, "sm_90")
+    assert inspect.stages(artifact) == ["source", "ir", "ptx", "sass"]
+    assert "ttg." in inspect.stage(artifact, "ir") and "EXIT" in inspect.stage(artifact, "sass")
+    with pytest.raises(tilery.errors.BadInput, match="has the stages source, ir, ptx, sass, got 'cuda'"):
+        inspect.stage(artifact, "cuda")
+
+
+def test_source_of_a_cuda_kernel_holds_its_cu_file():
+    assert "__global__" in inspect.source(REGISTRY["softmax"], "cuda")
+
+
+def test_specs_are_those_of_the_inputs():
+    op = REGISTRY["matmul"]
+    a, b = workbench.specs_for(op, op.cases["test"][0])
+    assert a.device == torch.device("cuda", 0) and a.shape == (128, 192) and b.strides == (1, 192)
