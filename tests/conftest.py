@@ -62,4 +62,3 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section("compiled: registers, spilled bytes, shared bytes")
         for what in sorted(made):
             terminalreporter.write_line(f"{what:<48} {made[what]}")
-

@@ -78,7 +78,9 @@ def test_bench_prints_and_writes(tmp_path):
 
 def test_show_prints_a_stage():
     assert "def _softmax" in run("show", "softmax", "--backend", "triton", "--stage", "source")
-    found = run_json("show", "softmax", "-b", "triton", "--stage", "ptx", "--arch", "sm_80", "--case", "m=2,n=64,dtype=fp16")
+    found = run_json(
+        "show", "softmax", "-b", "triton", "--stage", "ptx", "--arch", "sm_80", "--case", "m=2,n=64,dtype=fp16"
+    )
     assert ".target sm_80" in found["text"] and found["rows"][0]["registers"] > 0
 
 
@@ -101,7 +103,7 @@ def test_cache_shows_and_clears(monkeypatch, tmp_path):
         (("check", "softmax", "--case", "rows=3"), "--case for softmax takes m, n, dtype, .*, got 'rows=3'"),
         (("check", "softmax", "--case", "m=x,n=3"), "m must be a whole number, got 'x'"),
         (("check", "matmul", "--case", "m=3"), "needs n, k, got 'm=3'"),
-        (("check", "softmax", "-b", "numba", "--case", "m=3,n=3,dtype=int4"), "dtype must be one of fp32, fp16, bf16, got 'int4'"),
+        (("check", "softmax", "-b", "numba", "--case", "m=3,n=3,dtype=int4"), "dtype must be .*, got 'int4'"),
         (("show", "softmax", "-b", "gluon"), "--backend must be one of numba, triton, cutile, cuda, got 'gluon'"),
         (("show", "softmax", "-b", "triton", "--stage", "wasm"), "--stage must be one of .*, got 'wasm'"),
         (("show", "softmax", "-b", "triton", "--arch", "sm_70"), "softmax triton builds for sm_80, .*, got 'sm_70'"),

@@ -44,7 +44,7 @@ def reference(x, w, eps=1e-6):
         (lambda: rms_norm(X[:1].expand(4, 8), W), "x must not be expanded, got stride 0 along dimension 0 of size 4"),
         (lambda: rms_norm(X, torch.ones(1).expand(8)), "weight must not be expanded"),
         (lambda: rms_norm(X.to_sparse(), W), "x must be dense .* got torch.sparse_coo"),
-        (lambda: rms_norm(X.to(torch.complex64), W), "x must be real, got torch.complex64"),
+        (lambda: rms_norm(X.to(torch.complex64), W), "x must be one of fp32, fp16, bf16, got complex64"),
         (lambda: rms_norm(torch.complex(X, X).conj().imag, W), "lazily negated view"),
         (lambda: rms_norm(X.to("meta"), W.to("meta")), "x must hold data, got a meta tensor"),
         (lambda: rms_norm(X, W.to("meta")), "weight must hold data, got a meta tensor"),
@@ -172,7 +172,6 @@ def test_a_failed_plan_is_not_remembered():
 
 def test_ten_thousand_shapes_do_not_grow_memory():
     for n in range(1, 10_001):
-        rms_norm._key((X, W, n), None, None)
         rms_norm.plans.make(("shape", n), fake_plan)
     assert len(rms_norm.plans) <= rms_norm.plans.limit
     gc.collect()

@@ -1,11 +1,13 @@
 """torch.library: every op is torch.ops.tilery.<op>, sound under opcheck, compile, export, fake tensors and autocast."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import tilery.ops  # noqa: F401  fills the registry
+import tilery.ops
 from tilery.errors import BadInput
 from tilery.op import REGISTRY, Bucket, Cost, Op, TensorSpec, case
 
@@ -71,15 +73,17 @@ def test_autocast_sees_the_dtype_it_is_given(call):
 
 
 def test_choices_are_not_part_of_the_schema():
-    assert str(torch.ops.tilery.rms_norm.default._schema) == "tilery::rms_norm(Tensor x, Tensor weight, float eps=1e-06) -> Tensor"
-    with pytest.raises(BadInput, match="backend=, config= and out= are for plain tensors"), FakeTensorMode() as mode:
+    names = [argument.name for argument in torch.ops.tilery.rms_norm.default._schema.arguments]
+    assert names == ["x", "weight", "eps"]
+    with FakeTensorMode() as mode:
         x = mode.from_tensor(torch.ones(2, 2))
-        tilery.softmax(x, backend="numba")
+        with pytest.raises(BadInput, match="backend=, config= and out= are for plain tensors"):
+            tilery.softmax(x, backend="numba")
 
 
 def test_subclasses_go_through_the_dispatcher():
     class Logged(Tensor):
-        seen = []
+        seen: ClassVar[list[str]] = []
 
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -91,10 +95,11 @@ def test_subclasses_go_through_the_dispatcher():
     assert any("tilery.softmax" in name for name in Logged.seen)
 
 
-def test_vmap_does_not_read_past_its_tensors():
+def test_vmap_sees_every_row():
+    """A transform hands out tensors of plain type: the direct path would read only the first."""
     x = torch.randn(3, 4, 8)
-    with pytest.raises(Exception, match=r"vmap|Batching rule"):
-        torch.vmap(lambda row: tilery.softmax(row))(x)
+    with pytest.warns(UserWarning, match="batching rule"):
+        assert torch.allclose(torch.vmap(lambda t: tilery.softmax(t))(x), torch.softmax(x, -1), atol=1e-6)
 
 
 # An op made here, to show what the four ops do not use yet: a backward that is an op of its own, and one in place.

@@ -1,12 +1,13 @@
 """Every op, kernel and case. A kernel that cannot run here is compiled, for every architecture it claims."""
 
+import functools
 import pathlib
 import sys
 
 import pytest
 import torch
 
-import tilery.ops  # noqa: F401  fills the registry
+import tilery.ops
 from tilery import backends, device, dispatch
 from tilery.errors import Wrong
 from tilery.op import REGISTRY, case
@@ -64,15 +65,14 @@ def test_builds_for_every_claimed_architecture(op, kernel, arch, compiler, recor
         if arch == "cpu":
             assert "ret" in artifact.code["asm"]
             continue
-        assert 0 < artifact.registers <= 255 and artifact.spills is not None
+        assert 0 < artifact.registers <= 255
+        assert artifact.spills == 0 or arch != "sm_90", "the default spills where it matters most"
         assert 0 <= artifact.shared <= device.shared_limit(arch)
         record_property("resources", (f"{op.name} {kernel} {dtype} {arch}", resources(artifact)))
     assert made, f"{op.name} {kernel} takes no case on {arch}"
 
 
-@pytest.mark.parametrize(
-    ("op", "kernel"), [p for p in KERNELS if p.values[1].partition(".")[0] in ("triton", "gluon")]
-)
+@pytest.mark.parametrize(("op", "kernel"), [p for p in KERNELS if p.values[1].partition(".")[0] in ("triton", "gluon")])
 def test_builds_with_triton_36(op, kernel, compiler_36, record_property):
     for dtype, artifact in compiled_per_dtype(op, kernel, "sm_90", compiler_36, every=True).items():
         record_property("resources", (f"{op.name} {kernel} {dtype} sm_90 triton-3.6.0", resources(artifact)))
@@ -81,12 +81,20 @@ def test_builds_with_triton_36(op, kernel, compiler_36, record_property):
 
 def compiled_per_dtype(op, kernel, arch, compiler, every):
     made = {}
-    for c in sorted(op.cases["test"], key=lambda c: -c.params["m"] * c.params["n"]):  # the largest of each dtype
+    candidates = [*op.cases["bench"][1:2], *op.cases["test"]]
+    for c in sorted(candidates, key=lambda c: -c.params["m"] * c.params["n"]):  # the largest of each dtype
         dtype = c.params["dtype"]
         if dtype in made or kernel in c.refused_by or (made and not every) or "layout" in c.params:
             continue
-        made[dtype] = compiler.compile(op.name, kernel, specs_for(op, c, "cpu" if arch == "cpu" else "cuda:0"), arch)
+        specs = known_specs(op.name, str(c), "cpu" if arch == "cpu" else "cuda:0")
+        made[dtype] = compiler.compile(op.name, kernel, specs, arch)
     return made
+
+
+@functools.cache
+def known_specs(op, case, where):
+    """Drawing the largest takes a second."""
+    return specs_for(REGISTRY[op], next(c for cs in REGISTRY[op].cases.values() for c in cs if str(c) == case), where)
 
 
 def resources(artifact):
@@ -117,7 +125,9 @@ def test_kernels_are_the_files(op):
 def test_kernel_exports_the_contract(op, kernel):
     language_needed(kernel)
     module = op.kernel(kernel)
-    mine = {n for n, v in vars(module).items() if not n.startswith("_") and getattr(v, "__module__", "") == module.__name__}
+    mine = {
+        n for n, v in vars(module).items() if not n.startswith("_") and getattr(v, "__module__", "") == module.__name__
+    }
     assert mine <= EXPORTS | {"workspace"} and set(vars(module)) >= EXPORTS
 
 

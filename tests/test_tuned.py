@@ -16,7 +16,14 @@ BUCKET = matmul.bucket(*matmul.specs((A, B)))
 
 
 def entry(config, m=64, ms=1.0, exact=BUCKET.exact, kernel="numba", **more):
-    blank = {"interval": [0.9, 1.1], "error": 1e-7, "bit_identical": True, "registers": None, "spills": None, "roof": 0.5}
+    blank = {
+        "interval": [0.9, 1.1],
+        "error": 1e-7,
+        "bit_identical": True,
+        "registers": None,
+        "spills": None,
+        "roof": 0.5,
+    }
     stamp = {"versions": {}, "device": "CPU", "when": "2026-01-01T00:00:00Z"}
     return {"kernel": kernel, "exact": exact, "scaled": {"m": m}, "config": config, "ms": ms, **blank, **stamp, **more}
 
@@ -90,7 +97,10 @@ def test_stale_entries_are_used_and_said(store):
     [
         ('{"schema": 1,\n "entries": [\n  nonsense]}', r"\.json:3: Expecting value; mend it or move it away"),
         ('{"schema": 99, "entries": []}', r'\.json:1: expected {"schema": 1'),
-        ('{"schema": 1, "entries": [\n{"kernel": "numba"},\n{"config": {}}]}', r"\.json:2: entry lacks \['bit_identical'"),
+        (
+            '{"schema": 1, "entries": [\n{"kernel": "numba"},\n{"config": {}}]}',
+            r"\.json:2: entry lacks \['bit_identical'",
+        ),
     ],
 )
 def test_a_corrupt_file_is_an_error_with_its_line_and_stays(store, text, message):
@@ -109,7 +119,7 @@ def test_the_line_is_that_of_the_bad_entry(store):
 
 def test_an_unknown_config_field_is_named(store):
     store([entry({"warp_drive": 9})])
-    with pytest.raises(BadTunedFile, match="numba has no config .*warp_drive"):
+    with pytest.raises(BadTunedFile, match=r"numba has no config .*warp_drive"):
         plan()
 
 

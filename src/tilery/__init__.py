@@ -8,10 +8,10 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from tilery.dispatch import explain_dispatch as explain_dispatch
     from tilery.ops import linear as linear
-    from tilery.ops import matmul as matmul
-    from tilery.ops import rms_norm as rms_norm
-    from tilery.ops import silu_mul as silu_mul
-    from tilery.ops import softmax as softmax
+    from tilery.ops import matmul as matmul  # type: ignore[no-redef]  # the op, not its folder
+    from tilery.ops import rms_norm as rms_norm  # type: ignore[no-redef]
+    from tilery.ops import silu_mul as silu_mul  # type: ignore[no-redef]
+    from tilery.ops import softmax as softmax  # type: ignore[no-redef]
 
 # Imported on first use, so that `tilery --help` does not wait for torch.
 _PUBLIC = {

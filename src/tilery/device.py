@@ -15,7 +15,6 @@ import torch
 
 from tilery import settings
 
-
 _pretended: contextvars.ContextVar[str | None] = contextvars.ContextVar("arch", default=None)
 
 # Shared memory one block may have, in bytes, by architecture (CUDA C++ Programming Guide, compute capabilities).
@@ -108,8 +107,8 @@ def _measured(where: torch.device) -> Ceilings:
     elements, n = (2**28, 8192) if where.type == "cuda" else (2**24, 1024)
     source = torch.randn(elements, device=where)
     target = torch.empty_like(source)
-    copy = timing.best_ms(lambda: target.copy_(source), where)
-    del source, target
+    # Not copy_: in a CUDA graph that is a memcpy node, which ran at 2.8 TB/s on an H200 where kernels reach 4.3.
+    copy = timing.best_ms(lambda: torch.mul(source, 1.5, out=target), where)
     flops = {}
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if where.type == "cuda":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from math import prod
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tilery.op import Op, TensorSpec
 
 _empty = torch.empty_strided
-_ticks = itertools.count()  # next() on it is atomic: a clock for "least recently used" that needs no lock
+_tick = itertools.count().__next__  # atomic: a clock for "least recently used" that needs no lock
 
 
 @dataclass
@@ -103,7 +103,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 class Plans:
     """The latest `limit` plans. A hit takes no lock: it must not wait while another thread imports or compiles."""
 
-    _all: "weakref.WeakSet[Plans]" = weakref.WeakSet()
+    _all: ClassVar["weakref.WeakSet[Plans]"] = weakref.WeakSet()
 
     def __init__(self, limit: int = 1024) -> None:
         self.limit = limit
@@ -117,7 +117,7 @@ class Plans:
     def get(self, key: Hashable) -> Plan | None:
         plan = self._plans.get(key)
         if plan is not None:
-            plan.used = next(_ticks)
+            plan.used = _tick()
         return plan
 
     def make(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
@@ -126,7 +126,7 @@ class Plans:
             plan = self.get(key)
             if plan is None:
                 plan = make()
-                plan.used = next(_ticks)
+                plan.used = _tick()
                 if len(self._plans) >= self.limit:
                     self._evict()
                 self._plans[key] = plan
@@ -211,7 +211,7 @@ def decide(op: "Op", specs: tuple[Any, ...], backend: str | None, config: Any) -
     workspace = kernel.workspace(*specs, config=config) if hasattr(kernel, "workspace") else ()
     refused = {name: why for name, why in refusals.items() if why is not None}
     outs = op.outputs(*specs)
-    plan = Plan(op.name, chosen, config, source, where, outs, workspace, kernel.run, op._mutated, refused)
+    plan = Plan(op.name, chosen, config, source, where, outs, workspace, kernel.run, op.mutated, refused)
     if settings.get().explain:
         print(explained(plan, specs), file=sys.stderr)
     return plan
@@ -226,4 +226,3 @@ def explained(plan: Plan, specs: tuple[Any, ...]) -> str:
 def explain_dispatch(on: bool = True) -> None:
     """Prints for every new plan which kernel and config were chosen, from where, and who refused and why."""
     settings.change(explain=on)
-

@@ -51,7 +51,9 @@ def _lay(values: Tensor, layout: str) -> Tensor:
         "misaligned": (1, columns + 3),  # no row starts on 16 bytes
         "far": (0, 2**31 // max(rows - 1, 1) + 64),
     }[layout]
-    storage = torch.empty(shift + (rows - 1) * stride + columns if rows else 0, dtype=values.dtype, device=values.device)
+    storage = torch.empty(
+        shift + (rows - 1) * stride + columns if rows else 0, dtype=values.dtype, device=values.device
+    )
     view = storage.as_strided((rows, columns), (stride, 1), shift)
     view.copy_(values)
     return view

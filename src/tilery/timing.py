@@ -61,7 +61,7 @@ def time_arms(
     budget_s: float = 10.0,
     progress: Progress = lambda _: None,
 ) -> dict[str, Timing]:
-    """Every arm once a round, forwards then backwards, for `rounds` rounds or until the budget is spent (at least 5)."""
+    """Every arm once a round, forwards then backwards, for `rounds` rounds or until the budget is spent (but five)."""
     make = _gpu_sampler if device.type == "cuda" else _cpu_sampler
     samplers = {}
     for name, arm in arms.items():
@@ -137,11 +137,18 @@ def _gpu_sampler(arm: Arm, sets: int, device: torch.device) -> _GraphSampler | _
                 for i in range(calls):
                     arm(i % sets)
         except RuntimeError:  # this arm synchronises or uses a stream of its own; its row says "events"
-            torch.cuda.synchronize()
+            _end_failed_capture(device)
             return _EventSampler(arm, sets, min(calls, 20))
         sampler = _GraphSampler(graph, calls)
         _elapsed(graph.replay)
         return sampler
+
+
+def _end_failed_capture(device: torch.device) -> None:
+    """A failed capture leaves torch's generator waiting for its end, and random numbers fail: a good one ends it."""
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device=device)
 
 
 def _elapsed(work: Callable[[], object]) -> float:
@@ -150,4 +157,4 @@ def _elapsed(work: Callable[[], object]) -> float:
     work()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end)
+    return float(start.elapsed_time(end))

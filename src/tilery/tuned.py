@@ -84,7 +84,11 @@ def _read(path: Path) -> tuple[Entry, ...]:
         document = json.loads(text)
     except json.JSONDecodeError as error:
         raise BadTunedFile(f"{path}:{error.lineno}: {error.msg}; mend it or move it away") from None
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA or not isinstance(document.get("entries"), list):
+    if (
+        not isinstance(document, dict)
+        or document.get("schema") != SCHEMA
+        or not isinstance(document.get("entries"), list)
+    ):
         raise BadTunedFile(f'{path}:1: expected {{"schema": {SCHEMA}, "entries": [...]}}; mend it or move it away')
     for i, entry in enumerate(document["entries"]):
         given = set(entry) if isinstance(entry, dict) else set()
@@ -106,11 +110,9 @@ def _line_of(text: str, index: int) -> int:
 
 
 def nearest(entries: Iterable[Entry], want: "Bucket") -> list[Entry]:
-    """Entries of the smallest bucket with the same exact part and no scaled value below the problem's, fastest first."""
+    """Entries of the smallest bucket with the same exact part and no scaled value below the wanted, fastest first."""
     fits = [
-        e
-        for e in entries
-        if e.exact == want.exact and all(e.scaled.get(k, -1) >= v for k, v in want.scaled.items())
+        e for e in entries if e.exact == want.exact and all(e.scaled.get(k, -1) >= v for k, v in want.scaled.items())
     ]
 
     def distance(e: Entry) -> float:

@@ -1,4 +1,4 @@
-"""The languages. A missing package is a reason to refuse, with its pip command; a broken import is a bug and propagates."""
+"""The languages. A missing package is a reason to refuse, with its pip command; a broken import is a bug."""
 
 import functools
 import importlib
@@ -34,7 +34,7 @@ LANGUAGES = {
         _language("gluon", "triton.experimental.gluon", "triton"),
         _language("tilelang", "tilelang", "tilelang", "tilelang"),
         _language("cutile", "cuda.tile", "cuda-tile", "cutile"),
-        _language("cuda", "cuda.core", "cuda-core", "cuda"),
+        _language("cuda", "cuda.bindings", "cuda-bindings", "cuda"),
         _language("cupy", "cupy", "cupy-cuda13x", "cupy"),
         _language("numba", "numba", "numba", "numba"),
         _language("numba_cuda", "numba_cuda", "numba-cuda", "numba-cuda"),

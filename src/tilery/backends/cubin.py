@@ -1,21 +1,18 @@
 """Reads a compiled cubin: registers, spills, shared memory, SASS. Serves every language that makes one."""
 
-import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
-from tilery.errors import ToolMissing
+from tilery.backends import toolkit
 
 
 class Resources(NamedTuple):
     registers: int  # per thread
     spills: int  # bytes of stack per thread
-    shared: int  # static bytes per block
+    shared: int  # static bytes per block; from sm_90 on they hold the 1 KB that the driver keeps of every block
 
 
 def resources(cubin: bytes) -> Resources:
@@ -34,25 +31,8 @@ def _run(tool: str, flag: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(find(tool)), flag, file.name]
+        program = toolkit.find(tool)
         # cuobjdump calls nvdisasm, which lies beside it
-        env = {**os.environ, "PATH": f"{find(tool).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+        env = {**os.environ, "PATH": f"{program.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+        command = [str(program), flag, file.name]
         return subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
-
-
-def find(tool: str) -> Path:
-    """cuobjdump or nvdisasm: pip's, else Triton's own, else the toolkit's."""
-    for folder in _folders():
-        if (folder / tool).is_file():
-            return folder / tool
-    if on_path := shutil.which(tool):
-        return Path(on_path)
-    raise ToolMissing(f"{tool} is not here: pip install 'tilery[nvcc]', or put a CUDA toolkit's bin folder on PATH")
-
-
-def _folders() -> list[Path]:
-    folders = []
-    for package, inside in (("nvidia", "cu13/bin"), ("triton", "backends/nvidia/bin")):
-        spec = importlib.util.find_spec(package)
-        folders += [Path(p) / inside for p in (spec.submodule_search_locations or [])] if spec else []
-    return folders + ([Path(home) / "bin"] if (home := os.environ.get("CUDA_HOME")) else [])

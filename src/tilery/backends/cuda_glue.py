@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import hashlib
-import importlib.util
 import json
 import os
 import tempfile
@@ -16,7 +15,7 @@ import torch
 from cuda.bindings import driver, nvrtc
 
 from tilery import device, settings
-from tilery.backends import cubin
+from tilery.backends import cubin, toolkit
 from tilery.errors import CompileFailed, ToolMissing
 from tilery.op import Artifact, TensorSpec
 
@@ -39,7 +38,7 @@ class Kernel:
     """One instance of a template in a .cu file, and how it is launched: blocks and threads in one dimension."""
 
     def __init__(self, source: Path, name: str, parameters: str, threads: int, shared: int = 0) -> None:
-        """`parameters` in struct's letters: P pointer, q and i integers of 64 and 32 bits, f float; `shared` is dynamic."""
+        """`parameters`: P pointer, q and i integers of 64 and 32 bits, f float; `shared`: bytes of dynamic memory."""
         self.source, self.name, self.threads, self.shared = source, name, threads, shared
         self._types = tuple(_PARAMETERS[letter] for letter in parameters)
         self._functions: dict[int, Any] = {}  # device -> the loaded kernel
@@ -85,7 +84,7 @@ class Kernel:
 
 
 def width(tensors: tuple[Any, ...], *steps: int) -> int:
-    """Values per access: 16 bytes of them where all tensors or specs start on 16 bytes and no step leaves that, else 1."""
+    """Values per access: 16 bytes of them where all tensors (or specs) and steps keep to 16 bytes, else 1."""
     values = 16 // tensors[0].dtype.itemsize
     for t in tensors:
         if not (t.aligned if isinstance(t, TensorSpec) else t.data_ptr() & 15 == 0):
@@ -94,40 +93,6 @@ def width(tensors: tuple[Any, ...], *steps: int) -> int:
         if step % values:
             return 1
     return values
-
-
-# Rows: kernels that keep a row in the registers of one block, <name>, and in a loop where it is too long, <name>_long
-
-ROW_THREADS = (32, 64, 128, 256, 512, 1024)
-
-
-def _row_steps(n: int, values: int, threads: int) -> int | None:
-    """Accesses per thread for a row of n; None where it does not fit the registers: 255 per thread, 64 of 1024 threads."""
-    steps = -(-n // (values * threads))
-    return steps if steps * values <= min(64, 2**15 // threads) else None
-
-
-@functools.lru_cache(maxsize=256)
-def row_kernel(source: Path, parameters: str, dtype: torch.dtype, n: int, values: int, threads: int) -> Kernel:
-    steps = _row_steps(n, values, threads)
-    name, steps_given = (f"{source.stem}_long", "") if steps is None else (source.stem, f"{steps}, ")
-    return Kernel(source, f"{name}<{TYPES[dtype]}, {values}, {steps_given}{threads}>", parameters, threads)
-
-
-def row_threads(n: int, values: int) -> list[int]:
-    """Candidates: few idle threads, and long rows in large blocks."""
-    return [
-        t for t in ROW_THREADS
-        if (t == 32 or t * values < 2 * n) and (t >= 256 or _row_steps(n, values, t) is not None)
-    ]  # fmt: skip
-
-
-def row_refusal(threads: int) -> str | None:
-    return None if threads in ROW_THREADS else f"threads must be one of {', '.join(map(str, ROW_THREADS))}, got {threads}"
-
-
-def default_row_threads(n: int) -> int:
-    return next((t for t in ROW_THREADS if t * 16 >= n), ROW_THREADS[-1])
 
 
 # The driver
@@ -155,16 +120,23 @@ def _make_context_current(index: int) -> None:
 # The compiler
 
 
-def compile_source(source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...] = (), file: str = "source.cu") -> Built:
+def compile_source(
+    source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...] = (), file: str = "source.cu"
+) -> Built:
     """The instances `names` of a source that may include tilery.cuh, from the disk or built now."""
     target = arch + "a" if int(arch.removeprefix("sm_")) >= 90 else arch  # wgmma and its successors are in "a" alone
     header = _HEADER.read_text()
-    flags = (f"--gpu-architecture={target}", *_OPTIONS, *options, *(f"--include-path={path}" for path in _includes()))
+    flags = (
+        f"--gpu-architecture={target}",
+        *_OPTIONS,
+        *options,
+        *(f"--include-path={path}" for path in toolkit.includes()),
+    )
     key = hashlib.sha256(json.dumps([_FORMAT, _compiler(), flags, names, header, source]).encode()).hexdigest()
     path = settings.get().cache_dir / "cuda" / f"{Path(file).stem}-{arch}-{key[:32]}"
     found = _read(path)
     if found is None:
-        found = _build(source, header, names, flags, f"{file} for {arch}")
+        found = _build(source, header, names, flags, file, arch)
         _write(path, found)
     return found
 
@@ -193,12 +165,13 @@ def _write(path: Path, built: Built) -> None:
     except OSError as error:
         if partial is not None:
             Path(partial.name).unlink(missing_ok=True)
-        warnings.warn(f"{path.parent} cannot keep compiled kernels, every process will build them: {error}", stacklevel=2)
+        warnings.warn(f"{path.parent} cannot keep compiled kernels, each process builds them: {error}", stacklevel=2)
 
 
-def _build(source: str, header: str, names: tuple[str, ...], flags: tuple[str, ...], what: str) -> Built:
-    file = what.partition(" ")[0].encode()
-    program = _nvrtc(nvrtc.nvrtcCreateProgram(source.encode(), file, 1, [header.encode()], [_HEADER.name.encode()]), what)
+def _build(source: str, header: str, names: tuple[str, ...], flags: tuple[str, ...], file: str, arch: str) -> Built:
+    what = f"{file} for {arch}"
+    headers, included_as = [header.encode()], [_HEADER.name.encode()]
+    program = _nvrtc(nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 1, headers, included_as), what)
     try:
         for name in names:
             _nvrtc(nvrtc.nvrtcAddNameExpression(program, name.encode()), what)
@@ -230,26 +203,10 @@ def _text(program: Any, size: Any, fill: Any) -> str:
 @functools.cache
 def _compiler() -> list[int]:
     """NVRTC's version."""
-    for folder in _pip("lib"):  # version 13.0 looks for its own other half on the system's path alone
+    for folder in toolkit.folders("lib"):  # version 13.0 looks for its own other half on the system's path alone
         for half in folder.glob("libnvrtc-builtins.so.*"):
             ctypes.CDLL(str(half))
     try:
         return list(nvrtc.nvrtcVersion()[1:])
     except RuntimeError as error:
         raise ToolMissing(f"NVRTC is not here: pip install 'tilery[cuda]' ({error})") from None
-
-
-@functools.cache
-def _includes() -> tuple[str, ...]:
-    """Where cuda_fp16.h is: pip's folder, else the toolkit's."""
-    home = os.environ.get("CUDA_HOME")
-    for folder in (*_pip("include"), *([Path(home) / "include"] if home else [])):
-        if (folder / "cuda_fp16.h").is_file():
-            return tuple(str(path) for path in (folder, folder / "cccl") if path.is_dir())
-    raise ToolMissing("cuda_fp16.h is not here: pip install 'tilery[cuda]', or set CUDA_HOME to a CUDA toolkit")
-
-
-def _pip(folder: str) -> list[Path]:
-    """pip's CUDA packages share one tree."""
-    spec = importlib.util.find_spec("nvidia")
-    return [Path(p) / "cu13" / folder for p in (spec.submodule_search_locations or [])] if spec else []

@@ -1,4 +1,4 @@
-"""CuPy: a kernel is a CUDA C++ template in a string; CuPy's NVRTC makes a cubin of it, for `compile` and for a launch."""
+"""CuPy: a kernel is a CUDA C++ template in a string, of which NVRTC makes a cubin, for `compile` and for a launch."""
 
 import functools
 from typing import Any, NamedTuple
@@ -24,8 +24,8 @@ class _Built(NamedTuple):
 
 @functools.cache
 def _build(source: str, name: str, arch: str) -> _Built:
-    """`name` is an instance of the template. Not RawKernel: it asks a driver for the architecture, and flushes denormals."""
-    options = assemble_cupy_compiler_options((f"-arch={arch}",))  # adds the folders that hold cuda_fp16.h and cuda_bf16.h
+    """`name` is an instance of the template. Not by RawKernel: that asks a driver which architecture to build for."""
+    options = assemble_cupy_compiler_options((f"-arch={arch}",))  # adds where cuda_fp16.h and cuda_bf16.h are
     program = nvrtc.createProgram(source, "kernel.cu", (), ())
     try:
         nvrtc.addNameExpression(program, name)

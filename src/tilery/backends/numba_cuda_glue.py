@@ -1,4 +1,4 @@
-"""Numba-CUDA: a kernel is a Python function; Numba makes PTX of it, and the cubin of that is what cuda.core launches."""
+"""Numba-CUDA: a kernel is a Python function, of which Numba makes PTX; cuda.core launches the cubin made of that."""
 
 import functools
 import re
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from cuda.bindings import nvjitlink
 from cuda.core import LaunchConfig, Linker, LinkerOptions, ObjectCode, Stream
@@ -17,12 +18,16 @@ from numba.cuda import libdevice
 from numba.cuda.types import CPointer, float16, float32, int32, uint16, uint32
 
 from tilery import device
-from tilery.backends import cubin
+from tilery.backends import cubin, toolkit
 from tilery.errors import CompileFailed
 from tilery.op import Artifact
 
-# Addresses and not arrays: to make an array of a tensor takes longer than a launch. bf16 comes as its bits, since Numba
-# converts it by calls into C++ that is compiled and linked apart.
+# NumPy 2.5 dropped row_stack, an old name of vstack that numba-cuda 0.30 asks for when it first compiles.
+if not hasattr(np, "row_stack"):
+    np.row_stack = np.vstack
+
+# Addresses and not arrays, so that a launch wraps no tensor. bf16 comes as its bits, since Numba converts it by calls
+# into C++ that is compiled apart and linked in.
 POINTERS = {torch.float32: CPointer(float32), torch.float16: CPointer(float16), torch.bfloat16: CPointer(uint16)}
 
 
@@ -86,7 +91,7 @@ def _assemble(ptx: str, arch: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
-        command = [str(cubin.find("ptxas")), f"-arch={arch}", str(source), "-o", str(target)]
+        command = [str(toolkit.find("ptxas")), f"-arch={arch}", str(source), "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise CompileFailed(f"{command[0]} for {arch}: {done.stderr}{done.stdout}")

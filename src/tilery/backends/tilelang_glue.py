@@ -1,20 +1,18 @@
-"""TileLang: lowers a kernel to CUDA C++ and builds a cubin of it without a GPU; on one, launches what TileLang compiled."""
+"""TileLang: lowers a kernel to CUDA C++ and makes a cubin of it without a GPU; on one, launches TileLang's build."""
 
 import functools
-import importlib.util
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import tilelang
 import torch
 from tilelang import tvm
 from tilelang.contrib import nvcc
-from tilelang.env import CUDA_HOME, CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
+from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
 from tilery import backends, device
-from tilery.backends import cubin
+from tilery.backends import cubin, toolkit
 from tilery.op import Artifact
 
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -35,15 +33,19 @@ def compile(build: Callable[..., Any], constants: tuple[Any, ...], arch: str) ->
 
 
 def launch(build: Callable[..., Any], constants: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
-    """On the current stream of the tensors' device, which tvm-ffi asks torch for at every call."""
-    _loaded(build, constants, torch._C._cuda_getDevice())(*arguments)
+    """On the current stream of the tensors' device: tvm-ffi asks torch for it at every call."""
+    _loaded(build, constants, _present(torch._C._cuda_getDevice()))(*arguments)
+
+
+@functools.cache
+def _present(index: int) -> str:
+    return device.arch(torch.device("cuda", index))
 
 
 @functools.lru_cache(maxsize=512)
-def _loaded(build: Callable[..., Any], constants: tuple[Any, ...], index: int) -> Any:
-    """The compiled kernel's entry for the current device, which is `index`: it checks shapes and strides, then launches."""
-    target = _target(device.arch(torch.device("cuda", index)))
-    kernel = tilelang.compile(build(*constants), target=target, execution_backend="tvm_ffi")
+def _loaded(build: Callable[..., Any], constants: tuple[Any, ...], arch: str) -> Any:
+    """The kernel's entry: it checks the tensors' shapes and strides, then launches on whichever device they are."""
+    kernel = tilelang.compile(build(*constants), target=_target(arch), execution_backend="tvm_ffi")
     return kernel.adapter.get_exportable_executable()["main"]  # not kernel(...): that sorts the arguments in Python
 
 
@@ -57,9 +59,9 @@ def _target(arch: str) -> Any:
 
 
 def _cubin(source: str, exact: str) -> bytes:
-    """Through NVRTC, which needs no host compiler; through nvcc where NVRTC or the headers it needs are not installed."""
-    headers = _headers()
-    if not headers or not backends.installed("cuda.core"):
+    """Through NVRTC, which needs no host compiler; through nvcc where cuda.core or CUDA's own headers are missing."""
+    headers = toolkit.includes()
+    if len(headers) < 2 or not backends.installed("cuda.core"):
         return bytes(nvcc.compile_cuda(source, "cubin", [f"-arch={exact}"], nvcc.default_compile_options()))
     from cuda.core import Program, ProgramOptions
 
@@ -71,14 +73,3 @@ def _cubin(source: str, exact: str) -> bytes:
     )
     source = f"#include <tl_templates/cuda/nvrtc_std.h>\n{source}"  # stands in for the host's <cstdint>
     return Program(source, "c++", options).compile("cubin").code
-
-
-@functools.cache
-def _headers() -> list[str]:
-    """The folders of CUDA's headers and of its standard library: pip's, else the toolkit's."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = [Path(p) / "cu13" for p in (spec.submodule_search_locations or [])] if spec else []
-    for root in [*roots, Path(CUDA_HOME)]:
-        if (root / "include/cccl/cuda/std").is_dir() and (root / "include/cuda_fp16.h").is_file():
-            return [str(root / "include"), str(root / "include/cccl")]
-    return []

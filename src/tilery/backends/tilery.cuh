@@ -5,25 +5,60 @@
 
 using i64 = long long;  // offsets: row * stride overflows int past 2**31 elements
 
-// N neighbours that one instruction moves; N * sizeof(T) is 16, or N is 1 where addresses allow no more.
+template <int BYTES>
+struct Word;  // what one instruction moves
+template <> struct Word<2> { using type = unsigned short; };
+template <> struct Word<4> { using type = unsigned; };
+template <> struct Word<8> { using type = uint2; };
+template <> struct Word<16> { using type = uint4; };
+
+template <typename W>
+__device__ void store_word(void* address, W word) {
+    *static_cast<W*>(address) = word;
+}
+// Spelled out, because the compiler may split the store of a uint4 in four.
+__device__ inline void store_word(void* address, uint4 w) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(__cvta_generic_to_global(address)), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w) : "memory");
+}
+
+// N neighbours in one word, from and to an address that is a multiple of its size.
 template <typename T, int N>
-struct alignas(sizeof(T) * N) Pack {
+struct Pack {
+    using word = typename Word<N * sizeof(T)>::type;
     T at[N];
+
+    static __device__ Pack from(const T* address) {
+        const word bits = *reinterpret_cast<const word*>(address);
+        Pack pack;
+        memcpy(&pack, &bits, sizeof(word));
+        return pack;
+    }
+    static __device__ Pack rounded(const float (&values)[N]) {
+        Pack pack;
+#pragma unroll
+        for (int i = 0; i < N; ++i) pack.at[i] = static_cast<T>(values[i]);
+        return pack;
+    }
+    __device__ word bits() const {
+        word bits;
+        memcpy(&bits, this, sizeof(word));
+        return bits;
+    }
+    __device__ void to_shared(T* address) const { *reinterpret_cast<word*>(address) = bits(); }
+    __device__ void to_global(T* address) const { store_word(address, bits()); }
 };
 
 template <typename T, int N>
 __device__ void load(float (&values)[N], const T* from) {
-    const Pack<T, N> pack = *reinterpret_cast<const Pack<T, N>*>(from);
+    const auto pack = Pack<T, N>::from(from);
 #pragma unroll
     for (int i = 0; i < N; ++i) values[i] = static_cast<float>(pack.at[i]);
 }
 
 template <typename T, int N>
 __device__ void store(T* to, const float (&values)[N]) {
-    Pack<T, N> pack;
-#pragma unroll
-    for (int i = 0; i < N; ++i) pack.at[i] = static_cast<T>(values[i]);
-    *reinterpret_cast<Pack<T, N>*>(to) = pack;
+    Pack<T, N>::rounded(values).to_global(to);
 }
 
 struct Sum {
@@ -31,7 +66,8 @@ struct Sum {
     static __device__ float join(float a, float b) { return a + b; }
 };
 
-struct Max {  // starts finite: -inf - (-inf) would make a NaN where a row begins with -inf; drops NaN, which a sum carries
+// Starts finite: -inf - (-inf) would make a NaN where a row begins with -inf. It drops NaN, which a sum carries.
+struct Max {
     static constexpr float start = -3.402823466e38f;
     static __device__ float join(float a, float b) { return fmaxf(a, b); }
 };
@@ -43,7 +79,7 @@ __device__ float reduce_warp(float value) {
     return value;
 }
 
-// Every thread of the block gets the result. Once per Op in a kernel: each Op has its own memory, so none waits for another.
+// Every thread of the block gets the result. Once per Op in a kernel: slow warps may still read its `parts`.
 template <typename Op, int THREADS>
 __device__ float reduce_block(float value) {
     __shared__ float parts[THREADS / 32];

@@ -34,10 +34,14 @@ class Descriptor(NamedTuple):
     layout: Any  # Gluon's shared layout
 
 
-def compile(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any], arch: str) -> Artifact:
+def compile(
+    kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any], arch: str
+) -> Artifact:
     """Specializes as a launch would: on 16-byte pointers, on integers that are 1 or multiples of 16."""
     if not isinstance(kernel, triton.JITFunction):
-        raise CompileFailed("TRITON_INTERPRET=1 replaced this kernel by its interpreter: compile in a process without it")
+        raise CompileFailed(
+            "TRITON_INTERPRET=1 replaced this kernel by its interpreter: compile in a process without it"
+        )
     signature, constants, attrs = dict.fromkeys(constants, "constexpr"), dict(constants), {}
     for i, (name, value) in enumerate(zip(kernel.arg_names, arguments)):
         if isinstance(value, TensorSpec):

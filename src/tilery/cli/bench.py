@@ -1,13 +1,31 @@
 """`tilery bench`: checked first, then timed in turns with what a user would run instead."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tilery.cli import common
 
-_COLUMNS = ("op", "case", "kernel", "ms", "± 95 %", "rate", "roof", "× torch", "error", "regs", "spills", "shared", "status", "reason")
+if TYPE_CHECKING:
+    from tilery.workbench.result import Row
+
+_COLUMNS = (
+    "op",
+    "case",
+    "kernel",
+    "ms",
+    "± 95 %",
+    "rate",
+    "roof",
+    "× torch",
+    "error",
+    "regs",
+    "spills",
+    "shared",
+    "status",
+    "reason",
+)
 _RIGHT = ("ms", "± 95 %", "rate", "roof", "× torch", "error", "regs", "spills", "shared")
 
 
@@ -27,7 +45,7 @@ def bench(
 
     chosen = common.chosen_ops(ops)
     common.require_known(chosen, backend)
-    rows = []
+    rows: list[Row] = []
     with Compiler() as compiler, common.progress(len(chosen)) as (say, count):
         for op in chosen:
             given = common.parsed_case(op, case) if case else None
@@ -42,7 +60,7 @@ def bench(
     raise typer.Exit(1 if any(row.status == "fail" for row in rows) else 0)
 
 
-def _print(rows: list, svg: Path | None) -> None:
+def _print(rows: "list[Row]", svg: Path | None) -> None:
     from rich.console import Console
 
     from tilery.workbench.result import machine
@@ -55,19 +73,19 @@ def _print(rows: list, svg: Path | None) -> None:
         console.save_svg(str(svg), title="tilery bench")
 
 
-def _line(row) -> tuple[str, ...]:
-    half = None if row.ms is None else (row.ms_high - row.ms_low) / 2
+def _line(row: "Row") -> tuple[str, ...]:
     return (
-        row.op, row.case, row.kernel, common.number(row.ms, ".4f"), common.number(half, ".4f"), _rate(row),
-        common.number(row.roof, ".0%"), common.number(row.ratio, ".2f"), common.number(row.error, ".0e"),
+        row.op, row.case, row.kernel, *_measures(row), common.number(row.error, ".0e"),
         common.number(row.registers), common.number(row.spills), common.number(row.shared),
         common.styled(row.status) + (f" {row.arch}" if row.arch else ""),
-        row.reason if row.status in ("fail", "refused", "skipped") else "",
+        common.literal(row.reason) if row.status in ("fail", "refused", "skipped") else "",
     )  # fmt: skip
 
 
-def _rate(row) -> str:
-    """TFLOP/s where there is enough arithmetic per byte for it to be the question."""
-    if row.ms is None:
-        return ""
-    return f"{row.tflops:.2f} TFLOP/s" if row.tflops * 1e3 > 20 * row.gbps else f"{row.gbps:.1f} GB/s"
+def _measures(row: "Row") -> tuple[str, ...]:
+    """Time, half its interval, rate, share of the roof, ratio; TFLOP/s where arithmetic is the question."""
+    if row.ms is None or row.ms_low is None or row.ms_high is None or row.gbps is None or row.tflops is None:
+        return ("",) * 5
+    rate = f"{row.tflops:.2f} TFLOP/s" if row.tflops * 1e3 > 20 * row.gbps else f"{row.gbps:.1f} GB/s"
+    half = (row.ms_high - row.ms_low) / 2
+    return f"{row.ms:.4f}", f"{half:.4f}", rate, common.number(row.roof, ".0%"), common.number(row.ratio, ".2f")

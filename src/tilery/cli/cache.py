@@ -26,11 +26,14 @@ def cache(
     freed = _size(kept.cache_dir) if clear else 0
     if clear and kept.cache_dir.exists():
         shutil.rmtree(kept.cache_dir)
-    found = {name: {"path": str(path), "bytes": _size(path), "what": what} for name, (path, what) in folders.items()}
+    sizes = {name: _size(path) for name, (path, _) in folders.items()}
     if json:
+        found = {
+            name: {"path": str(path), "bytes": sizes[name], "what": what} for name, (path, what) in folders.items()
+        }
         common.print_json([], folders=found, freed_bytes=freed)
         return
-    lines = [(n, f"{f['bytes'] / 2**20:.1f} MiB", f["path"], f["what"]) for n, f in found.items()]
+    lines = [(n, f"{sizes[n] / 2**20:.1f} MiB", str(path), what) for n, (path, what) in folders.items()]
     common.console().print(common.table("State", ("folder", "size", "path", "what"), lines, ("size",)))
     if clear:
         print(f"freed {freed / 2**20:.1f} MiB")

@@ -1,18 +1,25 @@
 """`tilery check`: error against float64."""
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from tilery.cli import common
 
+if TYPE_CHECKING:
+    from tilery.workbench.result import Row
 
-def check(ops: common.Ops = None, backend: common.Backends = None, case: common.CaseText = None, json: common.Json = False) -> None:
+
+def check(
+    ops: common.Ops = None, backend: common.Backends = None, case: common.CaseText = None, json: common.Json = False
+) -> None:
     """Check kernels against a float64 reference; what cannot run here is compiled."""
     from tilery.workbench import check as workbench
     from tilery.workbench.compile import Compiler
 
     chosen = common.chosen_ops(ops)
     common.require_known(chosen, backend)
-    rows = []
+    rows: list[Row] = []
     with Compiler() as compiler, common.progress(sum(len(op.kernels) for op in chosen)) as (say, count):
         for op in chosen:
             cases = [common.parsed_case(op, case)] if case else op.cases["test"]
@@ -27,9 +34,9 @@ def check(ops: common.Ops = None, backend: common.Backends = None, case: common.
     raise typer.Exit(1 if failed else 0)
 
 
-def _print(rows: list, failed: list) -> None:
+def _print(rows: "list[Row]", failed: "list[Row]") -> None:
     console = common.console()
-    groups: dict[tuple[str, str], list] = {}
+    groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.op, row.kernel), []).append(row)
     columns = ("op", "kernel", "pass", "refused", "compiled", "skipped", "fail", "worst error", "where", "reason")
@@ -40,7 +47,7 @@ def _print(rows: list, failed: list) -> None:
         where = next((row.device or row.arch for row in group if row.device or row.arch), "")
         reason = next((row.reason for row in group if row.status == "skipped"), "")
         shown = [f"[{common.STYLE[s]}]{n}[/]" if n else "" for s, n in zip(columns[2:7], counts)]
-        lines.append((op, kernel, *shown, common.number(worst, ".1e"), where, reason))
+        lines.append((op, kernel, *shown, common.number(worst, ".1e"), where, common.literal(reason)))
     right = (*columns[2:8],)
     console.print(common.table("Cases checked against float64", columns, lines, right))
     for row in failed:

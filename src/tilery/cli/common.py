@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -94,12 +95,21 @@ def print_json(rows: "Iterable[Row]", **more: Any) -> None:
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[str] = ()) -> Table:
+    """Columns that no row fills are left out."""
+    columns, lines = list(columns), [list(row) for row in rows]
+    filled = [i for i in range(len(columns)) if any(line[i] for line in lines)]
     made = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
-    for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", no_wrap=column != "reason")
-    for row in rows:
-        made.add_row(*row)
+    for i in filled:
+        wraps = columns[i] == "reason"
+        made.add_column(columns[i], justify="right" if columns[i] in right else "left", no_wrap=not wraps)
+    for line in lines:
+        made.add_row(*(line[i] for i in filled))
     return made
+
+
+def literal(text: str) -> str:
+    """Not markup: "pip install 'tilery[cutile]'" keeps its brackets."""
+    return escape(text)
 
 
 def styled(status: str) -> str:

@@ -22,7 +22,7 @@ def doctor(
     here = machine()
     where = device.default()
     languages = [
-        {"language": lang.name, "version": backends.version(lang), "missing": backends.missing(lang.name) or ""}
+        {"language": lang.name, "version": backends.version(lang) or "", "missing": backends.missing(lang.name) or ""}
         for lang in backends.LANGUAGES.values()
     ]
     tools = _tools()
@@ -32,10 +32,14 @@ def doctor(
         common.print_json([], languages=languages, tools=tools, ceilings=found)
         return
     console = common.console()
-    console.print(common.table("This machine", ("what", "is"), [(k, str(v)) for k, v in here.items() if k != "languages"]))
-    lines = [(x["language"], x["version"] or "", _good(not x["missing"]), x["missing"]) for x in languages]
+    console.print(
+        common.table("This machine", ("what", "is"), [(k, str(v)) for k, v in here.items() if k != "languages"])
+    )
+    lines = [(x["language"], x["version"], _good(not x["missing"]), common.literal(x["missing"])) for x in languages]
     console.print(common.table("\nLanguages", ("language", "version", "here", "reason"), lines))
-    lines = [(t["tool"], _good(bool(t["path"])), t["path"] or t["missing"], t["needed_for"]) for t in tools]
+    lines = [
+        (t["tool"], _good(bool(t["path"])), common.literal(t["path"] or t["missing"]), t["needed_for"]) for t in tools
+    ]
     console.print(common.table("\nTools", ("tool", "here", "path, or what adds it", "needed for"), lines))
     rates = [("copy, read and written", f"{ceilings.bandwidth / 1e9:.1f} GB/s")]
     rates += [(f"matrix product, {name}", f"{rate / 1e12:.2f} TFLOP/s") for name, rate in ceilings.flops.items()]
@@ -47,13 +51,13 @@ def _good(ok: bool) -> str:
 
 
 def _tools() -> list[dict[str, str]]:
-    from tilery.backends import cubin
+    from tilery.backends import toolkit
     from tilery.errors import ToolMissing
 
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     try:
-        cuobjdump = str(cubin.find("cuobjdump"))
+        cuobjdump = str(toolkit.find("cuobjdump"))
     except ToolMissing:
         cuobjdump = ""
     python = ".".join(platform.python_version_tuple()[:2])

@@ -9,7 +9,7 @@ def ops(ops: common.Ops = None, json: common.Json = False) -> None:
     from tilery.workbench.place import place
     from tilery.workbench.result import Row
 
-    rows = []
+    rows: list[Row] = []
     for op in common.chosen_ops(ops):
         for kernel in op.kernels:
             where = place(op, kernel)
@@ -24,6 +24,13 @@ def ops(ops: common.Ops = None, json: common.Json = False) -> None:
         return
     words = {"pass": "runs here", "compiled": "compiles here", "refused": "refuses"}
     lines = [
-        (r.op, r.kernel, f"[{common.STYLE[r.status]}]{words[r.status]}[/]", r.device or r.arch, r.reason) for r in rows
+        (
+            r.op,
+            r.kernel,
+            f"[{common.STYLE[r.status]}]{words[r.status]}[/]",
+            r.device or r.arch,
+            common.literal(r.reason),
+        )
+        for r in rows
     ]
     common.console().print(common.table("Ops and kernels", ("op", "kernel", "here", "where", "reason"), lines))

@@ -10,7 +10,9 @@ from tilery.cli import common
 def show(
     op: Annotated[str, typer.Argument(help="The op.")],
     backend: Annotated[str, typer.Option("--backend", "-b", help="The kernel.")],
-    stage: Annotated[str | None, typer.Option(help="source, ir, cuda, ptx, sass or asm; the stages there are if none.")] = None,
+    stage: Annotated[
+        str | None, typer.Option(help="source, ir, cuda, ptx, sass or asm; the stages there are if none.")
+    ] = None,
     arch: Annotated[str | None, typer.Option(help="sm_90, say; the kernel's own first choice if not given.")] = None,
     case: common.CaseText = None,
     json: common.Json = False,
@@ -34,9 +36,13 @@ def show(
     arch = arch or (COMPILE_ARCH if COMPILE_ARCH in archs else archs[0])
     if arch not in archs:
         raise BadInput(f"--arch: {op} {backend} builds for {', '.join(archs)}, got {arch!r}")
-    chosen = common.parsed_case(contract, case) if case else contract.cases["bench" if arch != "cpu" else "bench_cpu"][-1]
+    chosen = (
+        common.parsed_case(contract, case) if case else contract.cases["bench" if arch != "cpu" else "bench_cpu"][-1]
+    )
     with Compiler() as compiler:
-        artifact = compiler.compile(op, backend, specs_for(contract, chosen, "cpu" if arch == "cpu" else "cuda:0"), arch)
+        artifact = compiler.compile(
+            op, backend, specs_for(contract, chosen, "cpu" if arch == "cpu" else "cuda:0"), arch
+        )
     row = Row(
         op, backend, str(chosen), "compiled", arch=arch,
         registers=artifact.registers, spills=artifact.spills, shared=artifact.shared,
@@ -51,6 +57,8 @@ def show(
         print(text)
     console = common.console()
     used = f"{row.registers} registers, {row.spills} bytes spilled, {row.shared} bytes of shared memory"
-    console.print(f"{op} {backend} {chosen} for {arch}: {used if row.registers is not None else 'host code'}", highlight=False)
+    console.print(
+        f"{op} {backend} {chosen} for {arch}: {used if row.registers is not None else 'host code'}", highlight=False
+    )
     if stage is None:
         console.print(f"stages: {', '.join(inspect.stages(artifact))} (--stage NAME prints one)", highlight=False)

@@ -14,7 +14,7 @@ __all__ = ["linear", "matmul", "rms_norm", "silu_mul", "softmax"]
 
 
 def load_plugins() -> None:
-    """Entry points: `tilery.languages` NAME = a Language, `tilery.ops` = a module, `tilery.kernels` OP/KERNEL = a module."""
+    """Entry points `tilery.languages` (a Language), `tilery.ops` (a module), `tilery.kernels` (OP/KERNEL, a module)."""
     for entry in entry_points(group="tilery.languages"):
         backends.LANGUAGES[entry.name] = entry.load()
     for entry in entry_points(group="tilery.ops"):

@@ -71,7 +71,7 @@ def draw(m: int, n: int, dtype: str, g: Any, layout: str, special: str, batch: i
     return x.unflatten(0, (batch, m)) if batch else x
 
 
-def test_cases(refused_by: dict[str, str] | None = None) -> list[Case]:
+def cases(refused_by: dict[str, str] | None = None) -> list[Case]:
     """What every row-wise op must bear; `refused_by` holds for the longest row."""
     return [
         case(m=3, n=4096, dtype="fp32"),

@@ -38,7 +38,9 @@ def bench(
             yield not_run(op, kernel, given or op.cases["bench"][1], compiler)
 
 
-def _timed(op: Op, kernels: list[str], case: Case, where: torch.device, rounds: int, progress: Progress) -> Iterator[Row]:
+def _timed(
+    op: Op, kernels: list[str], case: Case, where: torch.device, rounds: int, progress: Progress
+) -> Iterator[Row]:
     good: dict[str, Row] = {}
     for kernel in kernels:
         progress(f"checking {op.name} {kernel} {case}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilery import device, dispatch
 from tilery.errors import BadInput, Wrong
-from tilery.op import Case, Op, dtype_name
+from tilery.op import Case, Op
 from tilery.workbench.compile import Compiler, specs_for
 from tilery.workbench.place import Place, not_run, place
 from tilery.workbench.result import Row
@@ -26,7 +26,7 @@ class Checked:
 
 
 def error(out: Tensor, ref: Tensor) -> float:
-    """rms(out - ref) / rms(ref) in float64 over what is finite; inf unless NaN and infinities stand where they should."""
+    """rms(out - ref) / rms(ref) in float64 over what is finite; inf unless NaN and infinities are in place."""
     out = out.double()
     if not torch.equal(torch.where(ref.isfinite(), 0.0, ref).nan_to_num(nan=1.5), _special(out, ref)):
         return float("inf")
@@ -88,11 +88,11 @@ def _errors(op: Op, where: str, args: list[Any], outs: tuple[Tensor, ...]) -> tu
     """`outs` are the op's outputs, then its mutated arguments."""
     wide = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
     result = op.reference(*wide)
-    refs = (() if result is None else dispatch.packed(result)) + tuple(wide[i] for i in op._mutated)
+    refs = (() if result is None else dispatch.packed(result)) + tuple(wide[i] for i in op.mutated)
     errors = tuple(error(out, ref) for out, ref in zip(outs, refs, strict=True))
     for i, (out, err) in enumerate(zip(outs, errors)):
         if not err <= op.allowed[out.dtype]:  # written so that NaN fails
-            raise Wrong(f"{where}: output {i} has error {err:.2e}, allowed {op.allowed[out.dtype]:.0e} in {dtype_name(out.dtype)}")
+            raise Wrong(f"{where}: output {i} has error {err:.2e}, allowed {op.allowed[out.dtype]:.0e}")
     return errors
 
 

@@ -73,7 +73,7 @@ class Compiler:
         source = str(Path(__file__).parents[2])  # so that a checkout works uninstalled
         paths = [str(self.pythonpath)] if self.pythonpath else []
         env["PYTHONPATH"] = os.pathsep.join([*paths, source, *filter(None, [env.get("PYTHONPATH")])])
-        self._stderr = tempfile.TemporaryFile("w+")
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the child
         command = [sys.executable, "-m", "tilery.workbench.compile"]
         pipe = subprocess.PIPE
         self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._stderr, env=env)
@@ -84,7 +84,7 @@ class Compiler:
             self._child.wait()
             for stream in (self._child.stdin, self._child.stdout, self._stderr):
                 with contextlib.suppress(BrokenPipeError):
-                    stream.close()
+                    stream.close()  # type: ignore[union-attr]
             self._child = None
 
 

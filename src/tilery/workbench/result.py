@@ -45,7 +45,7 @@ class Row:
 
 def document(rows: Iterable[Row], **more: Any) -> dict[str, Any]:
     """What --json prints: fields without a value are left out."""
-    plain = [{k: v for k, v in asdict(row).items() if v is not None and v != "" or k == "reason"} for row in rows]
+    plain = [{k: v for k, v in asdict(row).items() if (v is not None and v != "") or k == "reason"} for row in rows]
     return {"schema": SCHEMA, "machine": machine(), "rows": plain, **more}
 
 

@@ -32,7 +32,7 @@ _HALF = [
     Config(64, 64, 64, 2, 2, 4),
     Config(64, 128, 64, 2, 2, 3),
     Config(128, 128, 32, 2, 2, 4),
-    Config(128, 128, 64, 2, 4, 3),
+    Config(128, 128, 64, 2, 2, 3),
     Config(128, 256, 32, 2, 4, 3),
 ]
 _SINGLE = [
@@ -68,7 +68,7 @@ def default(a: TensorSpec, b: TensorSpec) -> Config:
 
 
 def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
-    return _SINGLE if a.dtype == torch.float32 else _HALF
+    return list(_SINGLE if a.dtype == torch.float32 else _HALF)
 
 
 def _shared(itemsize: int, config: Config) -> int:
@@ -78,7 +78,7 @@ def _shared(itemsize: int, config: Config) -> int:
 
 
 def _operand(x, inner: str) -> tuple[int, bool, bool]:
-    """The stride between lines; whether depth is contiguous, as it is in layout `inner`; whether 16 bytes can be fetched."""
+    """The stride between lines; whether K is contiguous, as in layout `inner`; whether 16 bytes can be fetched."""
     found = layout(x)
     outer = 0 if found == "n" else 1
     stride = x.stride(outer) if x.shape[outer] > 1 else 0

@@ -1,11 +1,11 @@
-"""One block per tile of c: tiles of a and b pass through shared memory, each thread sums a small square in registers."""
-
-from dataclasses import dataclass
+"""One block per tile of c: tiles of a and b pass through shared memory, a thread sums a small square in registers."""
 
 from tilery.backends import cupy_glue
-from tilery.op import Artifact, TensorSpec
+from tilery.op import Artifact
+from tilery.ops.matmul.register_tiles import Config, archs, configs, default, refusal
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+__all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
+
 
 _SOURCE = r"""
 #include <cuda_bf16.h>
@@ -14,7 +14,8 @@ _SOURCE = r"""
 // tile[k][w] = p[k * k_stride + w * w_stride] in fp32, 0 outside. Neighbouring threads read neighbouring elements.
 template <int BK, int WIDTH, int THREADS, typename T>
 __device__ void load(
-    float (&tile)[BK][WIDTH + 4], const T* p, long long k_stride, long long w_stride, long long k_left, long long w_left)
+    float (&tile)[BK][WIDTH + 4], const T* p,
+    long long k_stride, long long w_stride, long long k_left, long long w_left)
 {
     const bool along_k = k_stride == 1;
     for (int i = threadIdx.x; i < BK * WIDTH; i += THREADS) {
@@ -53,45 +54,6 @@ __global__ void __launch_bounds__(BM / R * (BN / R)) matmul(
 """
 
 
-@dataclass(frozen=True)
-class Config:
-    block_m: int
-    block_n: int
-    block_k: int
-    square: int  # a thread sums square × square elements
-
-    @property
-    def threads(self) -> int:
-        return self.block_m // self.square * (self.block_n // self.square)
-
-
-_CONFIGS = (
-    Config(16, 64, 32, 2),
-    Config(32, 64, 32, 4),
-    Config(64, 64, 16, 4),
-    Config(64, 128, 16, 8),
-    Config(128, 128, 8, 8),
-    Config(128, 128, 16, 8),
-)
-
-
-def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str | None:
-    if config and config not in _CONFIGS:
-        return f"the config must be one of {', '.join(map(str, _CONFIGS))}, got {config}"
-    return None
-
-
-def default(a: TensorSpec, b: TensorSpec) -> Config:
-    m, n = a.shape[0], b.shape[1]
-    if m <= 16:
-        return _CONFIGS[0]
-    return _CONFIGS[5] if m * n >= 2048 * 2048 else _CONFIGS[2]  # large tiles only where they still fill a GPU
-
-
-def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
-    return list(_CONFIGS)
-
-
 def _name(a, config: Config) -> str:
     """The instance of the template."""
     c = config
@@ -105,6 +67,5 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 def run(outs, args, config: Config) -> None:
     a, b = args
     (m, k), n = a.shape, b.shape[1]
-    blocks = -(-m // config.block_m) * -(-n // config.block_n)
     arguments = (a.data_ptr(), b.data_ptr(), outs[0].data_ptr(), m, n, k, *a.stride(), *b.stride())
-    cupy_glue.launch(_SOURCE, _name(a, config), blocks, config.threads, arguments)
+    cupy_glue.launch(_SOURCE, _name(a, config), config.blocks(m, n), config.threads, arguments)

@@ -1,6 +1,4 @@
-"""A block per tile of c, or a few blocks that walk all tiles; the compiler turns loads and mma into TMA, wgmma and warp roles.
-
-The arrays carry their strides, so the same code reads a and b row- and column-major."""
+"""A block per tile of c, or blocks that walk over tiles; TMA, wgmma and the warps' roles are the compiler's work."""
 
 from dataclasses import dataclass
 
@@ -8,6 +6,7 @@ import cuda.tile as ct
 import torch
 
 from tilery.backends import cutile_glue
+from tilery.backends.cutile_glue import Launch
 from tilery.op import Artifact, TensorSpec
 from tilery.ops.matmul import outputs
 
@@ -22,12 +21,12 @@ class Config:
     tile_m: int
     tile_n: int
     tile_k: int
-    num_worker_warps: int = 4
+    num_worker_warps: int = 4  # those that multiply; the compiler adds others that load
     num_ctas: int = 1  # thread blocks that share one tile of c; from sm_90 on their loads are multicast
     persistent: bool = False  # as many blocks as processors, each walking over tiles
 
 
-# For 16 bits, from many rows to few, and for fp32, which runs without tensor cores: larger tiles spill on sm_90.
+# From many rows to few. What of these spills registers, compiled for sm_90, is left out.
 _HALF = (
     Config(256, 256, 64, num_worker_warps=8, num_ctas=2, persistent=True),
     Config(128, 256, 64, num_worker_warps=8, persistent=True),
@@ -39,7 +38,13 @@ _HALF = (
     Config(32, 32, 256),
     Config(16, 32, 256),
 )
-_FLOAT = (Config(64, 64, 16), Config(64, 32, 16, num_worker_warps=8), Config(32, 32, 32))
+_HALF_UNALIGNED = (Config(128, 128, 64, num_worker_warps=8), Config(64, 64, 32), Config(32, 32, 64), Config(16, 32, 64))
+_FLOAT = (
+    Config(128, 64, 8, num_worker_warps=8),
+    Config(64, 64, 16, num_worker_warps=8),
+    Config(64, 32, 16, num_worker_warps=8),
+    Config(32, 32, 16, num_worker_warps=8),
+)
 
 
 def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str | None:
@@ -49,22 +54,32 @@ def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str |
     c = config or default(a, b)
     if c.num_ctas not in (1, 2, 4, 8, 16):
         return f"num_ctas must be a power of two up to 16, got {c.num_ctas}"
-    return cutile_glue.refusal(
-        _tiles(a, b, c), c.num_worker_warps, None, tile_m=c.tile_m, tile_n=c.tile_n, tile_k=c.tile_k
-    )
+    why = cutile_glue.hint_refusal(c.num_worker_warps, tile_m=c.tile_m, tile_n=c.tile_n, tile_k=c.tile_k)
+    return why or cutile_glue.grid_refusal(_tiles(a, b, c))
 
 
 def default(a: TensorSpec, b: TensorSpec) -> Config:
     """The largest tile that a fills and that cuts c into enough tiles for the processors of a large GPU."""
-    found = _FLOAT if a.dtype == torch.float32 else _HALF[1:]  # whether a pair of thread blocks pays, a tuner says
+    found = [c for c in _candidates(a, b) if c.num_ctas == 1]  # whether two thread blocks a tile pay, a tuner says
     fitting = [c for c in found if c.tile_m < 2 * a.shape[0] and _tiles(a, b, c) >= 120]
     return fitting[0] if fitting else found[-1]
 
 
 def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
     m = a.shape[0]
-    near = [c for c in _HALF if c.tile_m < 8 * max(m, 16) and min(m, 4096) <= 64 * c.tile_m]
-    return [c for c in (_FLOAT if a.dtype == torch.float32 else near) if refusal(a, b, c) is None]
+    near = [c for c in _candidates(a, b) if c.tile_m < 8 * max(m, 16) and min(m, 4096) <= 64 * c.tile_m]
+    return [c for c in near if refusal(a, b, c) is None]
+
+
+def _candidates(a: TensorSpec, b: TensorSpec) -> tuple[Config, ...]:
+    if a.dtype == torch.float32:
+        return _FLOAT
+    return _HALF if _tma_loads(a) and _tma_loads(b) else _HALF_UNALIGNED
+
+
+def _tma_loads(x: TensorSpec) -> bool:
+    """Whether every row, or column where those are contiguous, starts on 16 bytes."""
+    return x.aligned and max(x.strides) * x.dtype.itemsize % 16 == 0
 
 
 def _tiles(a, b, config: Config) -> int:
@@ -80,6 +95,7 @@ def _position(tile, c, TILE_M, TILE_N):
 
 
 def _multiply(a, b, c, i, j, TILE_M, TILE_N, TILE_K):
+    """a and b carry their strides: row- and column-major ones are read alike."""
     acc = ct.zeros((TILE_M, TILE_N), ct.float32)
     for k in range(ct.num_tiles(a, 1, (TILE_M, TILE_K))):
         a_tile = ct.load(a, (i, k), (TILE_M, TILE_K), padding_mode=_ZERO)
@@ -102,27 +118,23 @@ def _matmul_persistent(a, b, c, TILE_M: ct.Constant[int], TILE_N: ct.Constant[in
         _multiply(a, b, c, i, j, TILE_M, TILE_N, TILE_K)
 
 
-def _prepared(outs, a, b, config: Config):
-    """The kernel and its launch arguments, of tensors for `run` and of specs for `compile`."""
-    kernel = cutile_glue.hinted(
-        _matmul_persistent if config.persistent else _matmul,
-        num_worker_warps=config.num_worker_warps,
-        num_ctas=config.num_ctas,
-    )
-    return kernel, (a, b, outs[0], config.tile_m, config.tile_n, config.tile_k)
+def _launch(config: Config, processors: int, outs, a, b) -> Launch:
+    """Of tensors for `run` and of specs for `compile`."""
+    kernel = _matmul_persistent if config.persistent else _matmul
+    kernel = cutile_glue.hinted(kernel, num_worker_warps=config.num_worker_warps, num_ctas=config.num_ctas)
+    blocks = _tiles(a, b, config)
+    if config.persistent:
+        blocks = min(blocks, processors // config.num_ctas)
+    return Launch(kernel, blocks, (a, b, outs[0], config.tile_m, config.tile_n, config.tile_k))
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return cutile_glue.compile(*_prepared(outputs(*specs), *specs, config), arch)
+    return cutile_glue.compile(_launch(config, 1, outputs(*specs), *specs), arch)
 
 
 def run(outs, args, config: Config) -> None:
     a, b = args
-    if a.shape[1] == 0:  # a sum of nothing; TMA has no descriptor for an empty array
+    if a.shape[1] == 0:  # a sum of nothing; TMA cannot describe an empty array
         outs[0].zero_()
         return
-    kernel, arguments = _prepared(outs, a, b, config)
-    blocks = _tiles(a, b, config)
-    if config.persistent:
-        blocks = min(blocks, cutile_glue.processors(a.device.index) // config.num_ctas)
-    cutile_glue.launch(kernel, blocks, arguments)
+    cutile_glue.run(_launch(config, cutile_glue.processors(a.device.index), outs, a, b))

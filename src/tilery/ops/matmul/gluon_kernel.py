@@ -1,4 +1,4 @@
-"""Warp-specialised: one warp keeps TMA copies in flight around a ring of tiles, two warpgroups multiply what has arrived."""
+"""Warp-specialised: one warp keeps TMA copies in flight around a ring of tiles, warpgroups multiply what arrives."""
 
 from dataclasses import dataclass
 
@@ -35,6 +35,8 @@ class Config:
 def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str | None:
     if a.dtype not in _ELEMENT:
         return f"wgmma takes fp16 and bf16, and would round {dtype_name(a.dtype)} to tf32"
+    if not a.shape[1] or not b.shape[1]:
+        return None  # nothing to describe to TMA
     for name, x in (("a", a), ("b", b)):
         step = x.stride(0) if layout(x) == "n" else x.stride(1)
         if not x.aligned or step % 8:
@@ -52,11 +54,23 @@ def _shared(config: Config) -> int:
 
 
 def default(a: TensorSpec, b: TensorSpec) -> Config:
-    return Config(128, 256, 64, 3) if a.shape[0] > 128 else Config(64, 128, 64, 4)
+    if a.shape[0] > 128:
+        return Config(128, 256, 64, 3)
+    # Few rows: the time goes into reading b, so the narrowest tiles that still keep 132 processors busy.
+    wide = next((n for n in (128, 64) if b.shape[1] >= 120 * n), 32)
+    return Config(64, wide, 128, 4)
 
 
 def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
-    tiles = [(128, 256, 64), (128, 128, 64), (128, 128, 128), (64, 256, 64), (64, 128, 128), (64, 64, 128)]
+    tiles = [
+        (128, 256, 64),
+        (128, 128, 64),
+        (128, 128, 128),
+        (64, 256, 64),
+        (64, 128, 128),
+        (64, 64, 128),
+        (64, 32, 128),
+    ]
     found = [Config(*tile, stages) for tile in tiles for stages in (2, 3, 4, 6)]
     return [c for c in found if refusal(a, b, c) is None]
 

@@ -6,7 +6,8 @@ __device__ unsigned shared_address(const void* p) { return static_cast<unsigned>
 
 // 16 bytes to shared memory without passing registers; what lies beyond the first `bytes` is filled with zeros.
 __device__ void copy_async(void* to, const void* from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
 
 __device__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -16,7 +17,7 @@ __device__ void wait_for_copies() {  // until all groups but the LEFT latest hav
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit values, one row at each lane's address; then a lane holds two neighbours of row lane / 4.
+// Four 8 x 8 matrices of 16-bit values, a row at each lane's address; a lane gets two neighbours of row lane / 4.
 template <bool TRANSPOSED>
 __device__ void load_matrices(unsigned (&m)[4], const void* row) {
     if constexpr (TRANSPOSED)
@@ -28,11 +29,11 @@ __device__ void load_matrices(unsigned (&m)[4], const void* row) {
 }
 
 // c [16, 8] += a [16, 16] . b [16, 8] by the whole warp.
-#define MMA(TYPE)                                                                                             \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "                               \
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                            \
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                             \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+#define MMA(TYPE)                                                            \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "       \
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"    \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                     \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 template <typename T>
 __device__ void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 template <>
@@ -40,8 +41,8 @@ __device__ void mma<__half>(float (&c)[4], const unsigned (&a)[4], unsigned b0, 
 template <>
 __device__ void mma<__nv_bfloat16>(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { MMA("bf16"); }
 
-// Tiles [ROWS, BK] of an operand [rows, depth]: of a, or of b seen as [N, K]. A tile lies in shared memory as in global,
-// K_INNER where depth is contiguous there. WIDE: base and stride keep to 16 bytes, so cp.async can fetch it.
+// Tiles [ROWS, BK] of an operand [rows, depth]: of a, or of b seen as [N, K]. A tile lies in shared memory as in global
+// memory: K_INNER where depth is contiguous. WIDE: base and stride keep to 16 bytes, so cp.async can fetch it.
 template <typename T, int ROWS, int BK, bool K_INNER, bool WIDE>
 struct Operand {
     static constexpr int VEC = 16 / sizeof(T), INNER = K_INNER ? BK : ROWS, OUTER = K_INNER ? ROWS : BK;
@@ -51,7 +52,7 @@ struct Operand {
     i64 stride;
     int rows, depth;
 
-    // Packs of a line are permuted by an xor with its number, so that 8 lines read at one column meet 8 different banks.
+    // The packs of a line are permuted by an xor with its number: 8 lines read at one column meet different banks.
     static __device__ int at(int row, int k) {
         const int outer = K_INNER ? row : k, inner = K_INNER ? k : row;
         const int phase = PACKS >= 8 ? outer % 8 : outer / (8 / PACKS) % PACKS;
@@ -74,19 +75,20 @@ struct Operand {
                 Pack<T, VEC> values;
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) values.at[i] = i < count ? from[i] : T(0.0f);
-                *reinterpret_cast<Pack<T, VEC>*>(to) = values;
+                values.to_shared(to);
             }
         }
     }
 
-    // A [16, 16] fragment for `mma`; the lower halves are m[0] and m[2], the upper m[1] and m[3].
+    // A [16, 16] fragment for `mma`: m[0] and m[2] hold its first 8 rows, m[1] and m[3] the others.
     static __device__ void fragment(unsigned (&m)[4], const T* tile, int row, int k) {
-        const int lane = threadIdx.x % 32, low = lane % 8, middle = lane & 8, high = (lane & 16) / 2;
-        load_matrices<!K_INNER>(m, tile + (K_INNER ? at(row + low + middle, k + high) : at(row + middle, k + low + high)));
+        const int lane = threadIdx.x % 32, line = lane % 8, lower = lane & 8, right = (lane & 16) / 2;
+        const int place = K_INNER ? at(row + lower + line, k + right) : at(row + lower, k + right + line);
+        load_matrices<!K_INNER>(m, tile + place);
     }
 };
 
-// sum += a . b for a warp's part, which begins at (row, col) of the block's tile. Lanes own values as `mma` lays them out.
+// sum += a . b for a warp's part of the tile, which begins at (row, col). Lanes own values as `mma` lays them out.
 template <typename T, int BK, typename A, typename B, int M, int N>
 __device__ void multiply(float (&sum)[M][N][4], const T* a, const T* b, int row, int col) {
     if constexpr (sizeof(T) == 2) {
@@ -105,7 +107,7 @@ __device__ void multiply(float (&sum)[M][N][4], const T* a, const T* b, int row,
     } else {
         row += threadIdx.x % 32 / 4;
         col += threadIdx.x % 4 * 2;
-#pragma unroll 4
+#pragma unroll 1  // unrolled, some layouts spill on sm_80
         for (int k = 0; k < BK; ++k) {
             float left[2 * M], right[2 * N];
 #pragma unroll
@@ -122,7 +124,7 @@ __device__ void multiply(float (&sum)[M][N][4], const T* a, const T* b, int row,
 
 template <typename T, int BM, int BN, int BK, int WARPS_M, int WARPS_N, int STAGES,
           bool A_K_INNER, bool A_WIDE, bool B_K_INNER, bool B_WIDE>
-__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N)
+__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, sizeof(T) / 2)  // fp32 has registers for two blocks at once
 matmul(const T* a, const T* b, T* c, i64 a_stride, i64 b_stride, int m, int n, int k) {
     constexpr int THREADS = 32 * WARPS_M * WARPS_N, WM = BM / WARPS_M, WN = BN / WARPS_N, BAND = 8;
     using A = Operand<T, BM, BK, A_K_INNER, A_WIDE>;
@@ -152,7 +154,7 @@ matmul(const T* a, const T* b, T* c, i64 a_stride, i64 b_stride, int m, int n, i
     for (int t = 0; t < STAGES - 1; ++t) fetch(t);
     for (int t = 0; t < tiles_k; ++t) {
         wait_for_copies<STAGES - 2>();
-        __syncthreads();  // tile t is here for everyone, and everyone is done with tile t - 1, whose place is filled next
+        __syncthreads();  // tile t is here for all, and all are done with tile t - 1, whose place is filled next
         fetch(t + STAGES - 1);
         multiply<T, BK, A, B>(sum, tile(t), tile(t) + A::SIZE, warp_row, warp_col);
     }
@@ -166,18 +168,19 @@ matmul(const T* a, const T* b, T* c, i64 a_stride, i64 b_stride, int m, int n, i
 #pragma unroll
         for (int j = 0; j < WN / 8; ++j)
 #pragma unroll
-            for (int v = 0; v < 4; ++v) {
-                const int row = warp_row + 16 * i + v / 2 * 8 + lane / 4, col = warp_col + 8 * j + lane % 4 * 2 + v % 2;
-                ring[C::at(row, col)] = static_cast<T>(sum[i][j][v]);
+            for (int half = 0; half < 2; ++half) {
+                const float pair[2] = {sum[i][j][2 * half], sum[i][j][2 * half + 1]};
+                const int row = warp_row + 16 * i + 8 * half + lane / 4, col = warp_col + 8 * j + lane % 4 * 2;
+                Pack<T, 2>::rounded(pair).to_shared(ring + C::at(row, col));
             }
     __syncthreads();
     for (int pack = threadIdx.x; pack < BM * C::PACKS; pack += THREADS) {
         const int line = pack / C::PACKS, offset = pack % C::PACKS * C::VEC, row = row0 + line, col = col0 + offset;
         if (row >= m || col >= n) continue;
-        const Pack<T, C::VEC> values = *reinterpret_cast<Pack<T, C::VEC>*>(ring + C::at(line, offset));
+        const auto values = Pack<T, C::VEC>::from(ring + C::at(line, offset));
         T* to = c + static_cast<i64>(row) * n + col;
         if (n % C::VEC == 0) {
-            *reinterpret_cast<Pack<T, C::VEC>*>(to) = values;
+            values.to_global(to);
         } else {
 #pragma unroll
             for (int i = 0; i < C::VEC; ++i)

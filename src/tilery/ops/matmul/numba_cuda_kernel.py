@@ -1,57 +1,22 @@
-"""One block per tile of c: tiles of a and b pass through shared memory, each thread sums a small square in registers."""
+"""One block per tile of c: tiles of a and b pass through shared memory, a thread sums a small square in registers."""
 
 import functools
-from dataclasses import dataclass
 
 from numba import cuda
 from numba.cuda.types import float32, int64, void
 
 from tilery.backends import numba_cuda_glue
-from tilery.op import Artifact, TensorSpec
+from tilery.op import Artifact
+from tilery.ops.matmul.register_tiles import Config, archs, configs, default, refusal
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
-
-
-@dataclass(frozen=True)
-class Config:
-    block_m: int
-    block_n: int
-    block_k: int
-    square: int  # a thread sums square × square elements
-
-
-_CONFIGS = (
-    Config(16, 64, 32, 2),
-    Config(32, 64, 32, 4),
-    Config(64, 64, 16, 4),
-    Config(64, 128, 16, 8),
-    Config(128, 128, 8, 8),
-    Config(128, 128, 16, 8),
-)
-
-
-def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str | None:
-    if config and config not in _CONFIGS:
-        return f"the config must be one of {', '.join(map(str, _CONFIGS))}, got {config}"
-    return None
-
-
-def default(a: TensorSpec, b: TensorSpec) -> Config:
-    m, n = a.shape[0], b.shape[1]
-    if m <= 16:
-        return _CONFIGS[0]
-    return _CONFIGS[5] if m * n >= 2048 * 2048 else _CONFIGS[2]  # large tiles only where they still fill a GPU
-
-
-def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
-    return list(_CONFIGS)
+__all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
 
 
 @functools.cache
 def _kernel(dtype, config: Config) -> numba_cuda_glue.Kernel:
     """What a kernel takes from around it is a constant to Numba."""
     BM, BN, BK, R = config.block_m, config.block_n, config.block_k, config.square
-    THREADS = BM // R * (BN // R)
+    THREADS = config.threads
     # Both [k][m or n], so that a thread's R values lie together; 4 more spread the columns over the banks.
     A_TILE, B_TILE, SUMS = (BK, BM + 4), (BK, BN + 4), (R, R)
     widen, narrow = numba_cuda_glue.WIDEN[dtype], numba_cuda_glue.NARROW[dtype]
@@ -107,6 +72,5 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 def run(outs, args, config: Config) -> None:
     a, b = args
     (m, k), n = a.shape, b.shape[1]
-    blocks = -(-m // config.block_m) * -(-n // config.block_n)
     arguments = (a.data_ptr(), b.data_ptr(), outs[0].data_ptr(), m, n, k, *a.stride(), *b.stride())
-    numba_cuda_glue.launch(_kernel(a.dtype, config), blocks, arguments)
+    numba_cuda_glue.launch(_kernel(a.dtype, config), config.blocks(m, n), arguments)

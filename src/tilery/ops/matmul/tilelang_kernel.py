@@ -1,4 +1,4 @@
-"""A block per tile of c: T.Pipelined keeps copies in flight, T.gemm multiplies; on sm_90 that is TMA, wgmma, own warps for each."""
+"""A block per tile of c: T.Pipelined keeps copies in flight under T.gemm; on sm_90 TMA, wgmma and warps for each."""
 
 from dataclasses import dataclass
 
@@ -46,16 +46,17 @@ def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str |
 
 
 def _shared(config: Config) -> int:
-    """c's tile takes the place of a's and b's, and the barriers come on top."""
+    """c's tile takes the place of a's and b's, which start on 1024 bytes, after the barriers."""
     ring = config.stages * (config.block_m + config.block_n) * config.block_k
-    return 2 * max(ring, config.block_m * config.block_n) + 16 * config.stages
+    return 2 * max(ring, config.block_m * config.block_n) + 1024
 
 
 def default(a: TensorSpec, b: TensorSpec) -> Config:
-    m = a.shape[0]
+    m, n = a.shape[0], b.shape[1]
     if m <= 128:
         return _CONFIGS[0 if m <= 16 else 1 if m <= 32 else 2]
-    return _CONFIGS[6 if device.arch(a.device) in ("sm_90", "sm_100") else 4]
+    # The wide tile where there is shared memory for it and there are enough of them to fill a GPU.
+    return _CONFIGS[6 if device.arch(a.device) in ("sm_90", "sm_100") and m * n >= 2**22 else 4]
 
 
 def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:

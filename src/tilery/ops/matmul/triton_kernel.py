@@ -47,7 +47,14 @@ def default(a: TensorSpec, b: TensorSpec) -> Config:
 
 
 def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
-    tiles = ((16, 64, 128, 4), (32, 64, 128, 4), (64, 64, 128, 4), (64, 128, 64, 4), (128, 128, 64, 8), (128, 256, 64, 8))
+    tiles = (
+        (16, 64, 128, 4),
+        (32, 64, 128, 4),
+        (64, 64, 128, 4),
+        (64, 128, 64, 4),
+        (128, 128, 64, 8),
+        (128, 256, 64, 8),
+    )
     found = [Config(*tile, stages) for tile in tiles for stages in (2, 3, 4)]
     return [c for c in found if refusal(a, b, c) is None]
 

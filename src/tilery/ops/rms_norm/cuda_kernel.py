@@ -1,50 +1,42 @@
 """One block per row, 16 bytes per access; the row waits in registers for its mean, so x is read once."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from tilery.backends import cuda_glue
 from tilery.op import Artifact, TensorSpec
+from tilery.ops import block_rows, cuda_rows
+from tilery.ops.block_rows import Config
 from tilery.ops.rows import rows
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+archs = block_rows.archs
 
 _SOURCE = Path(__file__).with_name("rms_norm.cu")
 
 
-@dataclass(frozen=True)
-class Config:
-    threads: int  # in a block
-
-
 def refusal(x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
-    return cuda_glue.row_refusal(config.threads) if config else None
+    return block_rows.refusal(config)
 
 
 def default(x: TensorSpec, weight: TensorSpec) -> Config:
-    return Config(cuda_glue.default_row_threads(x.shape[-1]))
+    return block_rows.default(x.shape[-1])
 
 
 def configs(x: TensorSpec, weight: TensorSpec) -> list[Config]:
-    return [Config(threads) for threads in cuda_glue.row_threads(x.shape[-1], _width(x, weight))]
-
-
-def _width(x, weight) -> int:
     _, n, stride = rows(x)
-    return cuda_glue.width((x, weight), n, stride)
+    return cuda_rows.configs((x, weight), n, stride)
 
 
-def _kernel(x, weight, config: Config) -> cuda_glue.Kernel:
-    """The instance for these rows; of tensors for `run` and of specs for `compile`."""
-    return cuda_glue.row_kernel(_SOURCE, "PPPqqf", x.dtype, x.shape[-1], _width(x, weight), config.threads)
+def _kernel(x, weight, n: int, stride: int, config: Config) -> cuda_glue.Kernel:
+    return cuda_rows.kernel(_SOURCE, "PPPqqf", (x, weight), n, stride, config.threads)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return _kernel(*specs, config).compile(arch)
+    _, n, stride = rows(specs[0])
+    return _kernel(*specs, n, stride, config).compile(arch)
 
 
 def run(outs, args, config: Config) -> None:
     x, weight, eps = args
     m, n, stride = rows(x)
-    pointers = x.data_ptr(), weight.data_ptr(), outs[0].data_ptr()
-    _kernel(x, weight, config).launch(m, *pointers, stride, n, eps)
+    kernel = _kernel(x, weight, n, stride, config)
+    kernel.launch(m, x.data_ptr(), weight.data_ptr(), outs[0].data_ptr(), stride, n, eps)

@@ -1,14 +1,12 @@
 """One block per row: its threads stride along the row, warps add by shuffles, then all scale what they read again."""
 
-from dataclasses import dataclass
-
 from tilery.backends import cupy_glue
 from tilery.op import Artifact, TensorSpec
+from tilery.ops import block_rows
+from tilery.ops.block_rows import Config
 from tilery.ops.rows import rows
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
-
-_THREADS = (64, 128, 256, 512, 1024)
+archs = block_rows.archs
 
 _SOURCE = r"""
 #include <cuda_bf16.h>
@@ -50,41 +48,34 @@ __global__ void __launch_bounds__(THREADS) rms_norm(
 """
 
 
-@dataclass(frozen=True)
-class Config:
-    threads: int
-
-
 def refusal(x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
-    if config and config.threads not in _THREADS:
-        return f"threads must be one of {', '.join(map(str, _THREADS))}, got {config.threads}"
-    return None
+    return block_rows.refusal(config)
 
 
 def default(x: TensorSpec, weight: TensorSpec) -> Config:
-    return Config(threads=256 if x.shape[-1] <= 8192 else 1024)
+    return block_rows.default(x.shape[-1])
 
 
 def configs(x: TensorSpec, weight: TensorSpec) -> list[Config]:
-    return [Config(threads) for threads in _THREADS]
+    return block_rows.configs()
 
 
-def _name(x, aligned: bool, config: Config) -> str:
+def _name(dtype, n: int, stride: int, aligned: bool, config: Config) -> str:
     """The instance of the template; 16 bytes at a time where every row starts on 16 bytes and ends on them."""
-    _, n, stride = rows(x)
-    size = x.dtype.itemsize
-    width = 16 // size if aligned and n * size % 16 == 0 and stride * size % 16 == 0 else 1
-    return f"rms_norm<{cupy_glue.TYPES[x.dtype]}, {width}, {config.threads}>"
+    vector = aligned and n * dtype.itemsize % 16 == 0 and stride * dtype.itemsize % 16 == 0
+    width = 16 // dtype.itemsize if vector else 1
+    return f"rms_norm<{cupy_glue.TYPES[dtype]}, {width}, {config.threads}>"
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     x, weight = specs
-    return cupy_glue.compile(_SOURCE, _name(x, x.aligned and weight.aligned, config), arch)
+    _, n, stride = rows(x)
+    return cupy_glue.compile(_SOURCE, _name(x.dtype, n, stride, x.aligned and weight.aligned, config), arch)
 
 
 def run(outs, args, config: Config) -> None:
     x, weight, eps = args
     m, n, stride = rows(x)
     x_ptr, w_ptr = x.data_ptr(), weight.data_ptr()
-    name = _name(x, (x_ptr | w_ptr) % 16 == 0, config)
+    name = _name(x.dtype, n, stride, (x_ptr | w_ptr) % 16 == 0, config)
     cupy_glue.launch(_SOURCE, name, m, config.threads, (x_ptr, w_ptr, outs[0].data_ptr(), stride, n, float(eps)))

@@ -1,38 +1,30 @@
-"""One block per row: its threads stride along the row, halve their sums in shared memory, then scale what they read again."""
+"""One block per row: threads stride along it, halve their sums in shared memory, then scale what they read again."""
 
 import functools
 import math
-from dataclasses import dataclass
 
 from numba import cuda
 from numba.cuda.types import float32, float64, int64, void
 
 from tilery.backends import numba_cuda_glue
 from tilery.op import Artifact, TensorSpec
+from tilery.ops import block_rows
+from tilery.ops.block_rows import Config
 from tilery.ops.rows import rows
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
-
-_THREADS = (64, 128, 256, 512, 1024)  # powers of two: the sums are halved
-
-
-@dataclass(frozen=True)
-class Config:
-    threads: int
+archs = block_rows.archs
 
 
 def refusal(x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
-    if config and config.threads not in _THREADS:
-        return f"threads must be one of {', '.join(map(str, _THREADS))}, got {config.threads}"
-    return None
+    return block_rows.refusal(config)
 
 
 def default(x: TensorSpec, weight: TensorSpec) -> Config:
-    return Config(threads=256 if x.shape[-1] <= 8192 else 1024)
+    return block_rows.default(x.shape[-1])
 
 
 def configs(x: TensorSpec, weight: TensorSpec) -> list[Config]:
-    return [Config(threads) for threads in _THREADS]
+    return block_rows.configs()
 
 
 @functools.cache

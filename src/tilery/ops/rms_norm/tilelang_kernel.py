@@ -1,4 +1,4 @@
-"""One block per row, which stays in registers: TileLang spreads the fragment over the threads and picks the vector width."""
+"""One block per row, kept in registers: TileLang spreads the fragment over the threads and finds the vector width."""
 
 import math
 from dataclasses import dataclass

@@ -43,7 +43,7 @@ def inputs(
     kernels=("numba", "triton", "cutile", "cuda"),
     baselines={"baseline:torch": lambda gate, up: F.silu(gate) * up},
     cases={
-        "test": rows.test_cases(),
+        "test": rows.cases(),
         **rows.bench_cases(),
         "bench": [case(m=m, n=14336, dtype="bf16") for m in (16, 8192)],
     },

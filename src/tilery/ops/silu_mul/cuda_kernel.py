@@ -8,7 +8,7 @@ import torch
 
 from tilery.backends import cuda_glue
 from tilery.op import Artifact, TensorSpec
-from tilery.ops.rows import Rows, rows
+from tilery.ops.rows import rows
 
 archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -37,12 +37,10 @@ def configs(gate: TensorSpec, up: TensorSpec) -> list[Config]:
     return [Config(t, s) for t, s in ((128, 1), (128, 4), (256, 1), (256, 2), (256, 4), (512, 1), (512, 2))]
 
 
-def _joined(gate, up) -> tuple[Rows, int]:
-    """The rows of gate and the stride of up; one long row where both lie end to end."""
+def _joined(gate, up) -> tuple[int, int, int, int]:
+    """Rows, values in a row, strides of gate and up; one long row where both lie end to end."""
     (m, n, stride), (_, _, up_stride) = rows(gate), rows(up)
-    if stride == n == up_stride:
-        return Rows(1, m * n, m * n), m * n
-    return Rows(m, n, stride), up_stride
+    return (1, m * n, 0, 0) if stride == up_stride == n else (m, n, stride, up_stride)
 
 
 @functools.lru_cache(maxsize=256)
@@ -52,13 +50,13 @@ def _kernel(dtype: torch.dtype, values: int, config: Config) -> cuda_glue.Kernel
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    (_, n, stride), up_stride = _joined(*specs)
-    return _kernel(specs[0].dtype, cuda_glue.width(specs, n, stride, up_stride), config).compile(arch)
+    _, n, *strides = _joined(*specs)
+    return _kernel(specs[0].dtype, cuda_glue.width(specs, n, *strides), config).compile(arch)
 
 
 def run(outs, args, config: Config) -> None:
     gate, up = args
-    (m, n, stride), up_stride = _joined(gate, up)
+    m, n, stride, up_stride = _joined(gate, up)
     values = cuda_glue.width(args, n, stride, up_stride)
     pieces = -(-n // (values * config.steps * config.threads))
     pointers = gate.data_ptr(), up.data_ptr(), outs[0].data_ptr()

@@ -3,23 +3,17 @@
 import cuda.tile as ct
 
 from tilery.backends import cutile_glue
-from tilery.backends.cutile_glue import RowConfig as Config
-from tilery.backends.cutile_glue import matrix
+from tilery.backends.cutile_glue import Launch
 from tilery.op import Artifact, TensorSpec
-from tilery.ops.rows import rows
+from tilery.ops import cutile_rows
+from tilery.ops.cutile_rows import Config, matrix
 from tilery.ops.silu_mul import outputs
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
-
-
-def _blocks(gate, config: Config) -> int:
-    m, n, _ = rows(gate)
-    return ct.cdiv(m, config.rows) * ct.cdiv(n, config.tile)
+archs = cutile_rows.archs
 
 
 def refusal(gate: TensorSpec, up: TensorSpec, config: Config | None = None) -> str | None:
-    config = config or default(gate, up)
-    return cutile_glue.row_refusal(config, _blocks(gate, config))
+    return cutile_rows.refusal(gate, config or default(gate, up))
 
 
 def default(gate: TensorSpec, up: TensorSpec) -> Config:
@@ -33,7 +27,7 @@ def configs(gate: TensorSpec, up: TensorSpec) -> list[Config]:
 
 
 def _cut(gate: TensorSpec, values: int) -> Config:
-    tile = min(cutile_glue.row_tile(gate.shape[-1]), values)
+    tile = min(cutile_rows.width(gate.shape[-1]), values)
     return Config(rows=values // tile, tile=tile)
 
 
@@ -42,6 +36,7 @@ def _load(x, index, shape):
     return ct.load(x, index, shape, padding_mode=ct.PaddingMode.ZERO, allow_tma=False).astype(ct.float32)
 
 
+# Int64: the stride of rows may be 2**31 elements and more.
 @ct.kernel
 def _silu_mul(
     gate: ct.IndexedWithInt64, up: ct.IndexedWithInt64, y: ct.IndexedWithInt64,
@@ -55,16 +50,16 @@ def _silu_mul(
     ct.store(y, index, y_tile.astype(y.dtype), allow_tma=False)  # what lies outside of y is dropped
 
 
-def _prepared(outs, gate, up, config: Config):
-    """The kernel and its launch arguments, of tensors for `run` and of specs for `compile`."""
-    arguments = (matrix(gate), matrix(up), matrix(outs[0]), config.rows, config.tile)
-    return cutile_glue.row_hinted(_silu_mul, config), arguments
+def _launch(config: Config, outs, gate, up) -> Launch:
+    """Of tensors for `run` and of specs for `compile`."""
+    gate, up, y = matrix(gate), matrix(up), matrix(outs[0])
+    blocks = cutile_rows.blocks(config, *gate.shape)
+    return Launch(cutile_rows.hinted(_silu_mul, config), blocks, (gate, up, y, config.rows, config.tile))
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return cutile_glue.compile(*_prepared(outputs(*specs), *specs, config), arch)
+    return cutile_glue.compile(_launch(config, outputs(*specs), *specs), arch)
 
 
 def run(outs, args, config: Config) -> None:
-    kernel, arguments = _prepared(outs, *args, config)
-    cutile_glue.launch(kernel, _blocks(args[0], config), arguments)
+    cutile_glue.run(_launch(config, outs, *args))

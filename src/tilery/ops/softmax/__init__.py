@@ -35,7 +35,7 @@ def inputs(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
     kernels=("numba", "triton", "cutile", "cuda"),
     baselines={"baseline:torch": lambda x: torch.softmax(x, -1)},
-    cases={"test": rows.test_cases(refused_by={"triton": "row of 65537"}), **rows.bench_cases()},
+    cases={"test": rows.cases(refused_by={"triton": "row of 65537"}), **rows.bench_cases()},
 )  # fmt: skip
 def softmax(x: Tensor) -> Tensor:
     """Softmax over the last axis: y = exp(x - max(x)) / sum(exp(x - max(x))); x, y [..., N]."""

@@ -1,27 +1,27 @@
-"""A block takes a row, or a few short ones, as one tile, so x is read once; a row too long for that is read three times."""
+"""A block takes a row, or a few short ones, as one tile, so x is read once; a row too long for that, three times."""
 
 import cuda.tile as ct
 
 from tilery.backends import cutile_glue
-from tilery.backends.cutile_glue import RowConfig as Config
-from tilery.backends.cutile_glue import matrix
+from tilery.backends.cutile_glue import Launch
 from tilery.op import Artifact, TensorSpec
+from tilery.ops import cutile_rows
+from tilery.ops.cutile_rows import Config, matrix
 from tilery.ops.softmax import outputs
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+archs = cutile_rows.archs
 
 
 def refusal(x: TensorSpec, config: Config | None = None) -> str | None:
-    config = config or default(x)
-    return cutile_glue.row_refusal(config, cutile_glue.row_blocks(x, config))
+    return cutile_rows.refusal(x, config or default(x))
 
 
 def default(x: TensorSpec) -> Config:
-    return cutile_glue.row_default(x)
+    return cutile_rows.default(x)
 
 
 def configs(x: TensorSpec) -> list[Config]:
-    return cutile_glue.row_configs(x)
+    return cutile_rows.configs(x)
 
 
 def _load(x, index, shape):
@@ -29,6 +29,7 @@ def _load(x, index, shape):
     return ct.load(x, index, shape, padding_mode=ct.PaddingMode.NEG_INF, allow_tma=False).astype(ct.float32)
 
 
+# Int64: the stride of rows may be 2**31 elements and more.
 @ct.kernel
 def _softmax(x: ct.IndexedWithInt64, y: ct.IndexedWithInt64, ROWS: ct.Constant[int], TILE: ct.Constant[int]):
     row = ct.bid(0)
@@ -55,16 +56,17 @@ def _softmax_long(x: ct.IndexedWithInt64, y: ct.IndexedWithInt64, ROWS: ct.Const
         ct.store(y, (row, i), y_tile.astype(y.dtype), allow_tma=False)
 
 
-def _prepared(outs, x, config: Config):
-    """The kernel and its launch arguments, of tensors for `run` and of specs for `compile`."""
-    kernel = _softmax if config.tile >= x.shape[-1] else _softmax_long
-    return cutile_glue.row_hinted(kernel, config), (matrix(x), matrix(outs[0]), config.rows, config.tile)
+def _launch(config: Config, outs, x) -> Launch:
+    """Of tensors for `run` and of specs for `compile`."""
+    x, y = matrix(x), matrix(outs[0])
+    m, n = x.shape
+    kernel = cutile_rows.hinted(_softmax if n <= config.tile else _softmax_long, config)
+    return Launch(kernel, ct.cdiv(m, config.rows), (x, y, config.rows, config.tile))
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return cutile_glue.compile(*_prepared(outputs(*specs), *specs, config), arch)
+    return cutile_glue.compile(_launch(config, outputs(*specs), *specs), arch)
 
 
 def run(outs, args, config: Config) -> None:
-    kernel, arguments = _prepared(outs, *args, config)
-    cutile_glue.launch(kernel, cutile_glue.row_blocks(args[0], config), arguments)
+    cutile_glue.run(_launch(config, outs, *args))

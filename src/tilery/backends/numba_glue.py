@@ -1,0 +1,237 @@
+"""Numba on the CPU: kernels take addresses, read and write every dtype as fp32, and share one way to start them.
+
+Numba has no fp16 or bf16, and making a NumPy view of a tensor costs more than a small kernel. So a kernel gets plain
+addresses and, as its last argument, a number whose type says how elements are stored: `load` and `store` convert.
+"""
+
+import hashlib
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils, codegen
+from numba.extending import intrinsic
+
+from tilery import settings
+from tilery.op import Artifact
+
+f32 = np.float32
+_STORAGE = {torch.float32: np.float32(0), torch.float16: np.int16(0), torch.bfloat16: np.uint16(0)}
+_FP32, _FP16, _BF16 = (numba.typeof(tag) for tag in _STORAGE.values())
+FP32 = _STORAGE[torch.float32]
+
+_FLOAT, _HALF, _I16, _I32 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
+_LANES = next((n for feature, n in (("+avx512f", 16), ("+avx", 8)) if feature in codegen.get_host_cpu_features()), 4)
+
+_config: Any = numba.config
+
+# `reassoc` lets a sum run in vector lanes, also the more accurate order. Never nnan or ninf: both must come through.
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
+
+jit = numba.njit(**_OPTIONS)
+
+
+def kernel(function: Any) -> Any:
+    """Compiled on first use, kept on disk. Numba does not notice edits of helpers, so their text names the folder."""
+    users = _config.CACHE_DIR
+    text = Path(__file__).read_bytes()
+    folder = Path(users or settings.get().cache_dir / "numba") / hashlib.sha256(text).hexdigest()[:12]
+    _config.CACHE_DIR = str(folder)  # read while decorating; the user's own kernels keep their folder
+    try:
+        return numba.njit(parallel=True, cache=True, **_OPTIONS)(function)
+    except RuntimeError:  # no folder can be written
+        return numba.njit(parallel=True, **_OPTIONS)(function)
+    finally:
+        _config.CACHE_DIR = users
+
+
+# Elements
+
+
+def _pointer(builder, dtype, address, index):
+    return builder.gep(builder.inttoptr(address, (_FLOAT if dtype == _FP32 else _I16).as_pointer()), [index])
+
+
+@intrinsic
+def at(typing, address, index, dtype):
+    """The address of element `index`."""
+
+    def generate(context, builder, signature, args):
+        return builder.add(args[0], builder.mul(args[1], args[1].type(dtype.bitwidth // 8)))
+
+    return types.int64(types.int64, types.int64, dtype), generate
+
+
+@intrinsic
+def load(typing, address, index, dtype):
+    """Element `index` as fp32."""
+
+    def generate(context, builder, signature, args):
+        value = builder.load(_pointer(builder, dtype, *args[:2]))
+        if dtype == _FP16:
+            return builder.fpext(builder.bitcast(value, _HALF), _FLOAT)
+        if dtype == _BF16:
+            return builder.bitcast(builder.shl(builder.zext(value, _I32), _I32(16)), _FLOAT)
+        return value
+
+    return types.float32(types.int64, types.int64, dtype), generate
+
+
+@intrinsic
+def store(typing, address, index, value, dtype):
+    """Writes an fp32 value as element `index`, rounded to nearest, ties to even."""
+
+    def generate(context, builder, signature, args):
+        value = args[2]
+        if dtype == _FP16:
+            value = builder.bitcast(builder.fptrunc(value, _HALF), _I16)
+        elif dtype == _BF16:
+            bits = builder.bitcast(value, _I32)
+            odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+            rounded = builder.add(bits, builder.add(odd, _I32(0x7FFF)))
+            quiet = builder.or_(bits, _I32(0x400000))  # a NaN would round to infinity if its bits were added to
+            bits = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
+            value = builder.trunc(builder.lshr(bits, _I32(16)), _I16)
+        builder.store(value, _pointer(builder, dtype, *args[:2]))
+
+    return types.void(types.int64, types.int64, types.float32, dtype), generate
+
+
+# Arithmetic
+
+
+def _flip(builder, bits):
+    return builder.xor(bits, builder.and_(builder.ashr(bits, _I32(31)), _I32(0x7FFFFFFF)))
+
+
+@intrinsic
+def rank(typing, value):
+    """An integer that orders as the float does: LLVM makes vectors of a maximum of floats only if it may ignore NaN."""
+
+    def generate(context, builder, signature, args):
+        return _flip(builder, builder.bitcast(args[0], _I32))
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def unrank(typing, value):
+    def generate(context, builder, signature, args):
+        return builder.bitcast(_flip(builder, args[0]), _FLOAT)
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def _half_power(typing, shifted):
+    """2**(n - 1) of n + 1.5 * 2**23: n stands in the low bits of the mantissa."""
+
+    def generate(context, builder, signature, args):
+        bits = builder.shl(builder.bitcast(args[0], _I32), _I32(23))
+        return builder.bitcast(builder.add(bits, _I32(126 << 23)), _FLOAT)
+
+    return types.float32(types.float32), generate
+
+
+_LEAST, _MOST, _SHIFT = f32(-87.6), f32(89), f32(1.5 * 2**23)
+_LOG2E, _LN2_HIGH, _LN2_LOW = f32(1 / np.log(2)), f32(0.693145751953125), f32(np.log(2) - 0.693145751953125)
+_C0, _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (f32(2 / c) for c in (1, 1, 2, 6, 24, 120, 720, 5040))
+
+
+@numba.njit(fastmath={"contract"}, forceinline=True)  # no reassoc: it would undo the shift and join the halves of ln 2
+def exp(x):
+    """exp(x) = 2**n · exp(r), r = x - n ln 2, to 1e-7; 0 below -87. As 2 exp(r) · 2**(n - 1) it overflows rightly."""
+    x = _LEAST if x < _LEAST else x  # written so that NaN stays
+    x = _MOST if x > _MOST else x
+    shifted = x * _LOG2E + _SHIFT
+    n = shifted - _SHIFT
+    r = x - n * _LN2_HIGH - n * _LN2_LOW
+    series = ((((((_C7 * r + _C6) * r + _C5) * r + _C4) * r + _C3) * r + _C2) * r + _C1) * r + _C0
+    return series * _half_power(shifted)
+
+
+# Matrix products
+
+_VECTOR = ir.VectorType(_FLOAT, _LANES)
+_VECTORS = 2
+ROWS, COLUMNS = (6 if _LANES == 8 else 12), _VECTORS * _LANES  # sums in registers: AVX2 has 16 of them, the others 32
+DEPTH = 256
+
+
+@intrinsic
+def multiply(typing, a, b, c, c_stride, k):
+    """c [ROWS, COLUMNS] += a [ROWS, k] · b [k, COLUMNS], all fp32; the rows of a are DEPTH apart.
+
+    In LLVM's words, since the sums of Numba's own loops would live in memory.
+    """
+
+    def generate(context, builder, signature, args):
+        def pointer(address, kind, index):
+            return builder.gep(builder.inttoptr(address, kind.as_pointer()), [index])
+
+        a, b, c, c_stride, k = args
+        i64 = k.type
+        zeros, first = ir.Constant(_VECTOR, None), ir.Constant(ir.VectorType(_I32, _LANES), None)
+        sums = [[cgutils.alloca_once_value(builder, zeros) for _ in range(_VECTORS)] for _ in range(ROWS)]
+        with cgutils.for_range(builder, k) as loop:
+            start = pointer(b, _VECTOR, builder.mul(loop.index, i64(_VECTORS)))
+            vectors = [builder.load(builder.gep(start, [i64(v)]), align=4) for v in range(_VECTORS)]
+            for r in range(ROWS):
+                scalar = builder.load(pointer(a, _FLOAT, builder.add(loop.index, i64(r * DEPTH))))
+                spread = builder.shuffle_vector(builder.insert_element(zeros, scalar, _I32(0)), zeros, first)
+                for total, vector in zip(sums[r], vectors):
+                    product = builder.fmul(spread, vector, flags=("contract",))
+                    builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+        for r in range(ROWS):
+            for v, total in enumerate(sums[r]):
+                target = pointer(builder.add(c, builder.mul(c_stride, i64(4 * r))), _VECTOR, i64(v))
+                builder.store(builder.fadd(builder.load(target, align=4), builder.load(total)), target, align=4)
+
+    return types.void(types.int64, types.int64, types.int64, types.int64, types.int64), generate
+
+
+# Launches
+
+_lock = threading.Lock()
+_concurrent = False  # whether Numba's threads bear calls from several threads: known once they run
+_threads: int = _config.NUMBA_NUM_THREADS
+
+
+def _after_fork() -> None:
+    global _threads, _lock
+    _threads, _lock = 1, threading.Lock()  # GNU's OpenMP would abort a forked child
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def threads(parallel: bool) -> int:
+    return _threads if parallel else 1
+
+
+def launch(kernel: Any, parallel: bool, tensors: Any, *scalars: Any) -> None:
+    """Calls kernel(threads, address of each tensor, scalars, storage of the first)."""
+    global _concurrent
+    count, addresses = threads(parallel), [t.data_ptr() for t in tensors]
+    storage = _STORAGE[tensors[0].dtype]
+    if _concurrent:
+        kernel(count, *addresses, *scalars, storage)
+        return
+    with _lock:
+        kernel(count, *addresses, *scalars, storage)
+        _concurrent = numba.threading_layer() != "workqueue"
+
+
+def compile(kernel: Any, tensors: Any, *scalars: Any) -> Artifact:
+    """Compiled afresh: what comes from Numba's cache has lost its IR."""
+    storage = _STORAGE[tensors[0].dtype]
+    signature = (types.int64, *[types.int64] * len(tensors), *map(numba.typeof, (*scalars, storage)))
+    fresh = numba.njit(parallel=True, **_OPTIONS)(kernel.py_func)
+    fresh.compile(signature)
+    return Artifact("cpu", {"ir": fresh.inspect_llvm(signature), "asm": fresh.inspect_asm(signature)})

@@ -1,0 +1,27 @@
+"""Kernels that give a row to one block: how many threads it has."""
+
+from dataclasses import dataclass
+
+archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+
+THREADS = (32, 64, 128, 256, 512, 1024)  # powers of two: some kernels halve their sums
+
+
+@dataclass(frozen=True)
+class Config:
+    threads: int  # in a block
+
+
+def refusal(config: Config | None) -> str | None:
+    if config and config.threads not in THREADS:
+        return f"threads must be one of {', '.join(map(str, THREADS))}, got {config.threads}"
+    return None
+
+
+def default(n: int) -> Config:
+    """Sixteen elements a thread, as far as a block goes."""
+    return Config(next((t for t in THREADS if t * 16 >= n), THREADS[-1]))
+
+
+def configs() -> list[Config]:
+    return [Config(threads) for threads in THREADS]

@@ -1,0 +1,82 @@
+"""cuTile kernels that take a row as one tile, or as several where it is too long: how the tiles are cut."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cuda.tile as ct
+
+from tilery.backends import cutile_glue
+from tilery.op import TensorSpec
+from tilery.ops.rows import rows
+
+archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+
+_VALUES_PER_WARP = 4096  # 128 a lane: softmax takes 255 registers then and spills nothing, compiled for sm_90
+
+
+@dataclass(frozen=True)
+class Config:
+    """A block takes `rows` rows, `tile` columns at a time."""
+
+    rows: int
+    tile: int
+    num_worker_warps: int = 4
+    occupancy: int | None = None  # blocks on a processor that the compiler saves registers for
+
+
+def width(n: int) -> int:
+    """The width of a tile that holds a row; a block has 128 threads and more, so no narrower."""
+    return max(1 << (n - 1).bit_length(), 128)
+
+
+def matrix(x: Any) -> Any:
+    """[..., N] as [M, N], a view: of a tensor for a launch, of a spec for a compile."""
+    shape = x.shape
+    if len(shape) == 2:
+        return x
+    if isinstance(x, TensorSpec):
+        m, n, stride = rows(x)
+        return x._replace(shape=(m, n), strides=(stride, 1))
+    return x.view(-1, shape[-1])
+
+
+def hinted(kernel: Any, config: Config) -> Any:
+    return cutile_glue.hinted(kernel, num_worker_warps=config.num_worker_warps, occupancy=config.occupancy)
+
+
+def blocks(config: Config, m: int, n: int) -> int:
+    """Where a block takes one tile."""
+    return ct.cdiv(m, config.rows) * ct.cdiv(n, config.tile)
+
+
+def refusal(x: TensorSpec, config: Config) -> str | None:
+    values, most = config.rows * config.tile, config.num_worker_warps * _VALUES_PER_WARP
+    if values > most:
+        return f"tile of {values} values does not fit the registers of {config.num_worker_warps} warps ({most} values)"
+    m, n, _ = rows(x)
+    why = cutile_glue.hint_refusal(config.num_worker_warps, config.occupancy, rows=config.rows, tile=config.tile)
+    return why or cutile_glue.grid_refusal(blocks(config, m, n))
+
+
+def default(x: TensorSpec) -> Config:
+    """The whole row as one tile where it fits; several short rows a block as long as that leaves many blocks."""
+    m, n, _ = rows(x)
+    tile = width(n)
+    if tile > 8 * _VALUES_PER_WARP:
+        return Config(rows=1, tile=4096, num_worker_warps=8)
+    count = 1
+    while 2 * count * tile <= 2048 and m >= 512 * count:
+        count *= 2
+    return Config(count, tile, num_worker_warps=8 if tile > 4096 else 4)
+
+
+def configs(x: TensorSpec) -> list[Config]:
+    base = default(x)
+    occupancies = (None, 8) if base.rows * base.tile <= 4096 else (None,)  # 8 blocks of more would spill
+    hints = [replace(base, num_worker_warps=w, occupancy=o) for w in (4, 8) for o in occupancies]
+    cuts = [
+        replace(base, rows=4 * base.rows),
+        Config(1, min(base.tile, 4096), 8),
+        Config(1, min(base.tile, 2048)),
+    ]
+    return [c for c in dict.fromkeys((base, *hints, *cuts)) if refusal(x, c) is None]

@@ -1,0 +1,134 @@
+"""The disk cache of CUDA C++ kernels: built once, keyed by all that decides the code, never trusted when damaged."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilery import settings
+from tilery.errors import CompileFailed
+
+pytest.importorskip("cuda.bindings", reason="CUDA C++ is not installed: pip install 'tilery[cuda]'")
+
+from tilery.backends import cubin, cuda_glue
+
+SOURCE = """#include "tilery.cuh"
+template <typename T, int N>
+__global__ void scale(T* x) { x[threadIdx.x] = T(float(x[threadIdx.x]) * N); }
+"""
+NAME = "scale<__half, 3>"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with settings.override(cache_dir=tmp_path):
+        yield tmp_path / "cuda"
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """The files that went through the compiler."""
+    built = []
+    build = cuda_glue._build
+    monkeypatch.setattr(cuda_glue, "_build", lambda *args: built.append(args[-2:]) or build(*args))
+    return built
+
+
+def compiled(source=SOURCE, names=(NAME,), arch="sm_90", **more):
+    return cuda_glue.compile_source(source, names, arch, **more)
+
+
+def test_built_once_then_read(folder, builds):
+    first, second = compiled(), compiled()
+    assert first == second
+    assert builds == [("source.cu", "sm_90")]
+    assert len(list(folder.iterdir())) == 1
+    assert cubin.resources(first.cubin).registers > 0
+    assert first.symbols[NAME].encode() in first.cubin
+    assert first.symbols[NAME] in first.ptx
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"source": SOURCE.replace("* N", "+ N")},
+        {"names": ("scale<__half, 4>",)},
+        {"arch": "sm_80"},
+        {"options": ("--use_fast_math",)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_decides_the_code_is_in_the_key(folder, builds, change):
+    compiled()
+    compiled(**change)
+    assert len(builds) == len(list(folder.iterdir())) == 2
+
+
+def test_header_and_compiler_are_in_the_key(folder, builds, monkeypatch, tmp_path):
+    compiled()
+    header = tmp_path / "tilery.cuh"
+    header.write_text(cuda_glue._HEADER.read_text() + "\n// changed\n")
+    monkeypatch.setattr(cuda_glue, "_HEADER", header)
+    compiled()
+    monkeypatch.setattr(cuda_glue, "_compiler", lambda: [99, 0])
+    compiled()
+    assert len(builds) == len(list(folder.iterdir())) == 3
+
+
+def _truncate(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def _flip(data: bytes) -> bytes:
+    return data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
+
+
+@pytest.mark.parametrize("damage", [_truncate, _flip, lambda data: b"", lambda data: data[:10]])
+def test_damaged_entry_is_built_anew(folder, builds, damage):
+    first = compiled()
+    (entry,) = folder.iterdir()
+    entry.write_bytes(damage(entry.read_bytes()))
+    assert compiled() == first
+    assert len(builds) == 2
+    assert compiled() == first
+    assert len(builds) == 2, "the mended entry must serve"
+
+
+def test_folder_that_cannot_be_written(tmp_path, builds):
+    tmp_path.joinpath("cuda").write_text("a file where the folder should be")
+    with settings.override(cache_dir=tmp_path), pytest.warns(UserWarning, match="cannot keep compiled kernels"):
+        assert compiled().cubin
+
+
+def test_two_processes_at_once(tmp_path):
+    code = f"""
+import hashlib
+from tilery.backends import cuda_glue
+print(hashlib.sha256(cuda_glue.compile_source({SOURCE!r}, ({NAME!r},), "sm_90").cubin).hexdigest())
+"""
+    source = str(Path(__file__).parents[1] / "src")
+    env = {**os.environ, "TILERY_CACHE_DIR": str(tmp_path), "PYTHONPATH": source}
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    answers = [process.communicate(timeout=120)[0].strip() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    with settings.override(cache_dir=tmp_path / "apart"):
+        alone = compiled()
+    assert len(set(answers)) == 1 and len(answers[0]) == 64
+    with settings.override(cache_dir=tmp_path):
+        assert compiled() == alone
+    assert [path.suffix for path in tmp_path.joinpath("cuda").iterdir()] == [""], "no half-written file stays"
+
+
+def test_broken_source_names_file_and_message(folder):
+    with pytest.raises(CompileFailed, match=r"norm\.cu for sm_90 does not build[\s\S]*norm\.cu\(3\).*undefined_name"):
+        compiled(SOURCE.replace("* N", "* undefined_name"), file="norm.cu")
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_name_that_is_not_there(folder):
+    with pytest.raises(CompileFailed, match="scale<int, missing>"):
+        compiled(names=("scale<int, missing>",))
