@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilery
 from tilery import backends, dispatch, settings, tuned
@@ -132,6 +133,47 @@ def test_key_holds_what_decides_and_nothing_else():
         assert len(rms_norm.plans) == before + 1  # misaligned, strided, of another dtype, of another shape
 
 
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops = [*getattr(self, "ops", []), str(func)]
+        return func(*args, **kwargs or {})
+
+
+def test_a_recent_plan_takes_only_calls_with_its_own_key():
+    """The quick question before the key: each of these must be told from the call that made the plan."""
+    rms_norm.plans.clear()
+    wanted = rms_norm(X, W)
+    (plan,) = rms_norm.plans.recent
+    assert plan.takes((X, W, 1.0)) and plan.takes((torch.randn(4, 8), W, 3))
+    misaligned = torch.randn(33)[1:].view(4, 8)
+    for other in (X.half(), X[:2], torch.randn(4, 16)[:, :8], X.t(), misaligned, [1.0], None, X.numpy(), X.to("meta")):
+        assert not plan.takes((other, W, 1e-6))
+    assert not plan.takes((X, W, "1e-6")) and not plan.takes((X, torch.nn.Parameter(W), 1e-6))
+    assert not plan.takes((torch.complex(X, X).conj().imag, W, 1e-6))
+    with Seen() as seen:
+        assert torch.equal(rms_norm(X, W), wanted)
+    assert "tilery.rms_norm.default" in seen.ops
+    assert torch.equal(torch.vmap(lambda x: rms_norm(x, W))(X.expand(3, 4, 8).clone())[2], wanted)
+    with pytest.raises(NoBackward):
+        rms_norm(X.clone().requires_grad_(), W)
+    with torch.inference_mode():
+        assert torch.equal(rms_norm(X, W), wanted)
+
+
+def test_recent_plans_are_few_and_dropped_with_the_others():
+    rms_norm.plans.clear()
+    for m in range(1, 21):
+        rms_norm(torch.randn(m, 8), W)
+    assert len(rms_norm.plans) == 20 and len(rms_norm.plans.recent) == 8
+    newest = rms_norm.plans.recent[0]
+    rms_norm(torch.randn(20, 8), W)
+    assert rms_norm.plans.recent[0] is newest
+    rms_norm.plans.clear()
+    assert rms_norm.plans.recent == ()
+    rms_norm.plans.promote("gone", newest, lambda _: True)
+    assert rms_norm.plans.recent == ()
+
+
 def fake_plan(**more):
     blank = {"op": "t", "kernel": "t", "config": None, "source": "default", "device": torch.device("cpu"), "outs": ()}
     return dispatch.Plan(**blank | {"workspace": (), "run": lambda *_: None} | more)
@@ -219,11 +261,13 @@ def test_a_tensor_on_the_second_device_runs_there(monkeypatch):
             log.append(f"exit {self.index}")
 
     monkeypatch.setattr(torch.cuda, "device", Guard)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(dispatch, "_current_device", lambda: int(log[-1][-1]) if log and "enter" in log[-1] else 0)
     for index in (0, 1):
         plan = fake_plan(device=torch.device("cuda", index), run=lambda *_, i=index: log.append(f"run {i}"))
-        plan.launch((), ())
+        plan(())
     assert log == ["run 0", "enter 1", "run 1", "exit 1"]
+    plan.launch((), ())
+    assert log[4:] == ["enter 1", "run 1", "exit 1"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs; the guard is tested with fakes")

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-HEAVY = ("triton", "tilelang", "cupy", "numba", "cuda", "transformers", "matplotlib")
+HEAVY = ("triton", "tilelang", "cupy", "numba", "cuda.tile", "transformers", "matplotlib")
 
 
 def run(code):

@@ -57,7 +57,7 @@ def builds():
                     yield pytest.param(op, kernel, arch, id=f"{op.name}-{kernel}-{arch}")
 
 
-@pytest.mark.parametrize(("op", "kernel", "arch"), builds())
+@pytest.mark.parametrize(("op", "kernel", "arch"), list(builds()))
 def test_builds_for_every_claimed_architecture(op, kernel, arch, compiler, record_property):
     """In every dtype where most run (sm_90, cpu), in one elsewhere."""
     made = compiled_per_dtype(op, kernel, arch, compiler, every=arch in ("sm_90", "cpu"))
@@ -162,7 +162,7 @@ PLANTED = [(op, bug) for op in OPS for bug in (zero, drops_the_tail)] + [(REGIST
 def test_planted_bug_is_found(op, bug, dtype, monkeypatch):
     problem = case(m=64, n=127, k=4096, dtype=dtype) if op.name == "matmul" else case(m=64, n=127, dtype=dtype)
     assert check(op, "numba", problem, "cpu").errors
-    monkeypatch.setattr(op.kernel("numba"), "run", lambda outs, args, config: bug(op, outs, args))
+    monkeypatch.setattr(op.kernel("numba"), "run", lambda outs, args, config, *_: bug(op, outs, args))
     with pytest.raises(Wrong, match=r"output 0 has error .* seed=|seed=.* output 0 has error"):
         check(op, "numba", problem, "cpu")
 

@@ -8,11 +8,18 @@ import torch
 
 from tilery import device, settings, tuned
 from tilery.errors import BadTunedFile
-from tilery.op import Bucket
+from tilery.op import Bucket, TensorSpec
 from tilery.ops import matmul
 
-A, B = torch.randn(64, 32), torch.randn(32, 16)
-BUCKET = matmul.bucket(*matmul.specs((A, B)))
+K, N = 256, 4096
+B = TensorSpec.contiguous((K, N), torch.float32, "cpu")
+
+
+def specs(m=64):
+    return TensorSpec.contiguous((m, K), torch.float32, "cpu"), B
+
+
+BUCKET = matmul.bucket(*specs())
 
 
 def entry(config, m=64, ms=1.0, exact=BUCKET.exact, kernel="numba", **more):
@@ -46,21 +53,20 @@ def store(tmp_path):
 
 
 def configs():
-    found = matmul.kernel("numba").configs(*matmul.specs((A, B)))
-    default = matmul.kernel("numba").default(*matmul.specs((A, B)))
-    return [c for c in found if c != default]
+    found = matmul.kernel("numba").configs(*specs())
+    return [c for c in found if c != matmul.kernel("numba").default(*specs())]
 
 
 def plan(m=64):
-    return matmul.plan(matmul.specs((torch.randn(m, 32), B)))
+    return matmul.plan(specs(m))
 
 
 def test_tuned_beats_default_and_explicit_beats_tuned(store):
     first, *_ = configs()
     store([entry(dataclasses.asdict(first))])
     assert (plan().config, plan().source) == (first, "tuned")
-    explicit = matmul.kernel("numba").default(*matmul.specs((A, B)))
-    chosen = matmul.plan(matmul.specs((A, B)), "numba", explicit)
+    explicit = matmul.kernel("numba").default(*specs())
+    chosen = matmul.plan(specs(), "numba", explicit)
     assert (chosen.config, chosen.source) == (explicit, "explicit")
 
 
@@ -73,7 +79,7 @@ def test_the_nearest_larger_bucket_is_taken(store):
 
 
 def test_another_exact_part_does_not_carry_over(store):
-    store([entry(dataclasses.asdict(configs()[0]), exact="n=17,k=32,fp32,nn")])
+    store([entry(dataclasses.asdict(configs()[0]), exact=f"n=17,k={K},fp32,nn")])
     assert plan().source == "default"
 
 

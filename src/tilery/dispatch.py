@@ -1,5 +1,6 @@
 """Plans: what was decided for one problem, kept so that nothing is decided twice."""
 
+import contextlib
 import importlib
 import itertools
 import sys
@@ -7,12 +8,14 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 
 from tilery import backends, device, settings, tuned
 from tilery.errors import BadInput, NoBackend, require
@@ -20,7 +23,8 @@ from tilery.errors import BadInput, NoBackend, require
 if TYPE_CHECKING:
     from tilery.op import Op, TensorSpec
 
-_empty = torch.empty_strided
+_RECENT = 8
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # absent from CPU builds
 _tick = itertools.count().__next__  # atomic: a clock for "least recently used" that needs no lock
 
 
@@ -39,30 +43,33 @@ class Plan:
     mutated: tuple[int, ...] = ()
     refusals: dict[str, str] = field(default_factory=dict)
     used: int = 0
+    takes: Callable[[tuple[Any, ...]], bool] = lambda _: False  # whether a call is one of those this plan was made for
 
     def __post_init__(self) -> None:
         self._index = self.device.index if self.device.type == "cuda" else None
+        self._new_outs = [_maker(spec) for spec in self.outs]
+        self._new_workspace = [_maker(spec) for spec in self.workspace]
         # Kernels need not think of it: where there is nothing to write, nothing is launched.
         self._idle = bool(self.outs) and not any(prod(spec.shape) for spec in self.outs)
 
     def __call__(self, args: tuple[Any, ...], out: Any = None) -> Any:
-        if out is None:
-            outs = tuple([_empty(s.shape, s.strides, dtype=s.dtype, device=s.device) for s in self.outs])
-        else:
-            outs = self._destination(args, out)
-        self.launch(outs, args)
+        self.used = _tick()
+        if self._index is not None and self._index != _current_device():
+            with torch.cuda.device(self._index):
+                return self(args, out)
+        outs = tuple([new() for new in self._new_outs]) if out is None else self._destination(args, out)
+        self._start(outs, args)
         return outs[0] if len(outs) == 1 else (outs or None)
 
     def launch(self, outs: tuple[Tensor, ...], args: tuple[Any, ...]) -> None:
         """Runs the kernel into `outs`, on the tensors' own device and that device's current stream."""
+        with torch.cuda.device(self._index) if self._index is not None else contextlib.nullcontext():
+            self._start(outs, args)
+
+    def _start(self, outs: tuple[Tensor, ...], args: tuple[Any, ...]) -> None:
         if self._idle:
             return
-        scratch = [s.empty() for s in self.workspace] if self.workspace else ()
-        if self._index is None or self._index == torch._C._cuda_getDevice():
-            self.run(outs, args, self.config, *scratch)
-        else:
-            with torch.cuda.device(self._index):
-                self.run(outs, args, self.config, *scratch)
+        self.run(outs, args, self.config, *[new() for new in self._new_workspace])
         for i in self.mutated:
             torch.autograd.graph.increment_version(args[i])
 
@@ -79,6 +86,12 @@ class Plan:
                 if isinstance(other, Tensor) and _overlap(given, other):
                     raise BadInput(f"{self.op}: out[{i}] must not share memory with another argument")
         return outs
+
+
+def _maker(spec: "TensorSpec") -> Callable[[], Tensor]:
+    """Makes an output on the current device by the functions that torch.compile's code uses, in half the time."""
+    make = getattr(guards, f"_empty_strided_{spec.device.type}", None)
+    return partial(make, tuple(spec.shape), tuple(spec.strides), spec.dtype) if make else spec.empty
 
 
 def packed(out: Any) -> tuple[Any, ...]:
@@ -108,6 +121,7 @@ class Plans:
     def __init__(self, limit: int = 1024) -> None:
         self.limit = limit
         self._plans: dict[Hashable, Plan] = {}
+        self.recent: tuple[Plan, ...] = ()  # asked in turn before a key is made: a key costs 2 µs, a question 0.5
         self._lock = threading.RLock()
         Plans._all.add(self)
 
@@ -119,6 +133,13 @@ class Plans:
         if plan is not None:
             plan.used = _tick()
         return plan
+
+    def promote(self, key: Hashable, plan: Plan, takes: Callable[[tuple[Any, ...]], bool]) -> None:
+        """Makes this the first that the next call is held against; unless it was dropped meanwhile."""
+        with self._lock:
+            if self._plans.get(key) is plan:
+                plan.takes = takes
+                self.recent = (plan, *[p for p in self.recent if p is not plan][: _RECENT - 1])
 
     def make(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
         """Two threads with one new problem make one plan; a failure is not remembered."""
@@ -141,6 +162,7 @@ class Plans:
     def clear(self) -> None:
         with self._lock:
             self._plans.clear()
+            self.recent = ()
 
 
 def drop_plans() -> None:

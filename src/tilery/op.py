@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Union, cast, get_args, get_origin, get_type_
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 from torch.nn import Parameter
 
 from tilery import dispatch
@@ -107,12 +108,6 @@ class _Kind(NamedTuple):
         return " or ".join("None" if t is NoneType else t.__name__ for t in self.types)
 
 
-# Held by name: each look-up through torch's modules costs the direct path 30 to 60 ns.
-_is_compiling = torch.compiler.is_compiling
-_modes = torch._C._len_torch_dispatch_stack
-_transform = torch._C._functorch.peek_interpreter_stack
-_grad_enabled = torch.is_grad_enabled
-
 REGISTRY: dict[str, "Op"] = {}
 LIBRARY = torch.library.Library("tilery", "FRAGMENT")  # not custom_op: its wrappers made a CPU call 5x slower
 
@@ -148,7 +143,8 @@ class Op:
         self._defaults = {n: p.default for n, p in self.signature.parameters.items()}
         accepted = [_accepted(hints[n]) for n in self.names]
         self._kinds = tuple(_Kind(a, Tensor in a, n not in self.runtime) for a, n in zip(accepted, self.names))
-        self._key = _key_function(self.names, self._kinds)
+        self._tensors = sum(kind.tensor for kind in self._kinds)
+        assert all(kind.tensor for kind in self._kinds[: self._tensors]), f"{self.name}: tensors come before scalars"
         self.mutated = tuple(self.names.index(n) for n in self.mutates)
         self._spec_names = tuple(n for n, kind in zip(self.names, self._kinds) if kind.decides)
         self._register()
@@ -172,18 +168,70 @@ class Op:
     def __call__(
         self, *args: Any, backend: str | None = None, config: Any = None, out: Any = None, **kwargs: Any
     ) -> Any:
-        if _is_compiling():  # first: what follows is not for a tracer
+        if torch.compiler.is_compiling():  # first: what follows is not for a tracer
             require(backend is config is out is None, f"{self.name}: backend=, config= and out= are for eager calls")
             return self.torch_op(*args, **kwargs)
         if kwargs or len(args) != len(self.names):
             args = self.complete(args, kwargs)
-        key = None if _modes() or _transform() is not None else self._key(args, backend, config, _grad_enabled())
+        if backend is None and config is None:
+            for plan in self.plans.recent:
+                if plan.takes(args):
+                    return plan(args, out)
+        key = self._key(args, backend, config)
         if key is None:
             return self._unusual_call(args, backend, config, out)
-        plan = self.plans.get(key)
-        if plan is None:
-            plan = self.plans.make(key, lambda: self.plan(self.specs(args), backend, config))
+        plan = self.plans.get(key) or self.plans.make(key, lambda: self.plan(self.specs(args), backend, config))
+        if backend is None and config is None and (takes := self._guard(args)) is not None:
+            self.plans.promote(key, plan, takes)
         return plan(args, out)
+
+    def _key(self, args: tuple[Any, ...], backend: str | None, config: Any) -> tuple[Any, ...] | None:
+        """What decides the plan; None unless every tensor is plain and no mode, transform or gradient has a say."""
+        if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
+        key: list[Any] = [backend, config]
+        grad = torch.is_grad_enabled()
+        try:
+            for value, kind in zip(args, self._kinds):
+                if kind.tensor and type(value) in (Tensor, Parameter):
+                    if (grad and value.requires_grad) or value.is_neg():
+                        return None
+                    key += (value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16 == 0)
+                elif type(value) in kind.types:
+                    key += [value] if kind.decides else []
+                else:
+                    return None
+        except RuntimeError:  # sparse and nested tensors have no strides
+            return None
+        return tuple(key)
+
+    def _guard(self, args: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], bool] | None:
+        """Whether other arguments have this call's key, asked in 0.5 µs: torch's guards look at all tensors at once.
+
+        Made only for calls with all tensors present and aligned, as nearly all are; None for the others.
+        """
+        count, tensors = self._tensors, args[: self._tensors]
+        if any(t is None or t.data_ptr() % 16 for t in tensors):
+            return None
+        sizes, strides = ([list(f(t)) for t in tensors] for f in (Tensor.size, Tensor.stride))
+        same = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore
+        scalars = [(i, kind.types, kind.decides, args[i]) for i, kind in enumerate(self._kinds) if i >= count]
+
+        def takes(given: tuple[Any, ...]) -> bool:
+            tensors = given[:count]
+            if not same(*tensors):
+                return False
+            address = 0
+            for t in tensors:
+                address |= t.data_ptr()
+            if address & 15:
+                return False
+            for i, types, decides, value in scalars:
+                if type(given[i]) not in types or (decides and given[i] != value):
+                    return False
+            return True
+
+        return takes
 
     def _unusual_call(self, args: tuple[Any, ...], backend: str | None, config: Any, out: Any) -> Any:
         """Bad input is named; tracers, subclasses and gradients go through torch's dispatcher."""
@@ -310,37 +358,6 @@ def _accepted(hint: Any) -> tuple[type, ...]:
     """Tensor | None -> (Tensor, NoneType); float also takes an int."""
     types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return (*types, int) if float in types else tuple(types)
-
-
-def _key_function(names: tuple[str, ...], kinds: tuple[_Kind, ...]) -> Callable[..., tuple[Any, ...] | None]:
-    """What decides the plan, of (args, backend, config, grad); None unless tensors are plain and need no gradient.
-
-    Written out per op, as namedtuple does it: a loop over the arguments took 1 µs of the 5 that a call may cost.
-    """
-    parts, lines = ["backend", "config"], []
-    for name, kind in zip(names, kinds):
-        absent = f"{name} is not None and " if NoneType in kind.types else ""
-        if kind.tensor:
-            plain = f"type({name}) is Tensor or type({name}) is Parameter"
-            lines.append(
-                f"if {absent}(not ({plain}) or (grad and {name}.requires_grad) or {name}.is_neg()): return None"
-            )
-            spec = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device, {name}.data_ptr() & 15 == 0"
-            parts.append(f"None if {name} is None else ({spec})" if absent else spec)
-        else:
-            lines.append(f"if type({name}) not in {name}_types: return None")
-            parts += [name] if kind.decides else []
-    body = "\n        ".join([*lines, f"return ({', '.join(parts)})"])
-    code = f"""def key(args, backend, config, grad):
-    {", ".join(names)}, = args
-    try:
-        {body}
-    except RuntimeError:  # sparse and nested tensors have no strides
-        return None
-"""
-    scope: dict[str, Any] = {f"{name}_types": kind.types for name, kind in zip(names, kinds)}
-    exec(code, scope := {**scope, "Tensor": Tensor, "Parameter": Parameter})
-    return cast(Callable[..., tuple[Any, ...] | None], scope["key"])
 
 
 def _require_dense(what: str, t: Tensor) -> None:

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils, codegen
+from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from tilery import settings
-from tilery.op import Artifact
+from tilery.op import Artifact, TensorSpec
 
 f32 = np.float32
 _STORAGE = {torch.float32: np.float32(0), torch.float16: np.int16(0), torch.bfloat16: np.uint16(0)}
@@ -27,7 +28,8 @@ _FP32, _FP16, _BF16 = (numba.typeof(tag) for tag in _STORAGE.values())
 FP32 = _STORAGE[torch.float32]
 
 _FLOAT, _HALF, _I16, _I32 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
-_LANES = next((n for feature, n in (("+avx512f", 16), ("+avx", 8)) if feature in codegen.get_host_cpu_features()), 4)
+_MACHINE, _, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
+_LANES = next((n for feature, n in (("+avx512f", 16), ("+avx2", 8)) if feature in _FEATURES), 4)
 
 _config: Any = numba.config
 
@@ -49,6 +51,13 @@ def kernel(function: Any) -> Any:
         return numba.njit(parallel=True, **_OPTIONS)(function)
     finally:
         _config.CACHE_DIR = users
+
+
+def refusal(x: TensorSpec) -> str | None:
+    """Without the instruction LLVM would call a function that nobody links, and end the process."""
+    if x.dtype == torch.float16 and _MACHINE.startswith("x86") and "+f16c" not in _FEATURES:
+        return "fp16 needs a CPU with F16C, or Numba told of it: NUMBA_CPU_FEATURES"
+    return None
 
 
 # Elements

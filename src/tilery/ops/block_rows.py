@@ -19,8 +19,8 @@ def refusal(config: Config | None) -> str | None:
 
 
 def default(n: int) -> Config:
-    """Sixteen elements a thread, as far as a block goes."""
-    return Config(next((t for t in THREADS if t * 16 >= n), THREADS[-1]))
+    """Sixteen elements a thread, up to 512 threads: at 4096 × 16384 on an H200 CuPy's 1024 took 88 µs, 512 took 70."""
+    return Config(next((t for t in THREADS if t * 16 >= n and t <= 512), 512))
 
 
 def configs() -> list[Config]:

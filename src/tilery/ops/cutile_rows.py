@@ -59,24 +59,27 @@ def refusal(x: TensorSpec, config: Config) -> str | None:
 
 
 def default(x: TensorSpec) -> Config:
-    """The whole row as one tile where it fits; several short rows a block as long as that leaves many blocks."""
+    """One tile of up to 4096 where that holds the row; several short rows a block as long as that leaves many blocks.
+
+    On an H200, rms_norm of 8192 × 4096: 42 µs with 8 warps and occupancy 8, 53 with 4 and none; of 4096 × 16384: 78 µs
+    in tiles of 4096, 117 in one.
+    """
     m, n, _ = rows(x)
-    tile = width(n)
-    if tile > 8 * _VALUES_PER_WARP:
-        return Config(rows=1, tile=4096, num_worker_warps=8)
-    count = 1
+    tile, count = width(n), 1
+    if tile > 2048:
+        return Config(1, min(tile, 4096), num_worker_warps=8, occupancy=8 if tile <= 4096 else None)
     while 2 * count * tile <= 2048 and m >= 512 * count:
         count *= 2
-    return Config(count, tile, num_worker_warps=8 if tile > 4096 else 4)
+    return Config(count, tile)
 
 
 def configs(x: TensorSpec) -> list[Config]:
-    base = default(x)
-    occupancies = (None, 8) if base.rows * base.tile <= 4096 else (None,)  # 8 blocks of more would spill
+    base, n = default(x), x.shape[-1]
+    occupancies = (None, 8) if max(base.rows * base.tile, n) <= 4096 else (None,)  # 8 blocks of more would spill
     hints = [replace(base, num_worker_warps=w, occupancy=o) for w in (4, 8) for o in occupancies]
     cuts = [
         replace(base, rows=4 * base.rows),
-        Config(1, min(base.tile, 4096), 8),
+        Config(1, width(n), 8),
         Config(1, min(base.tile, 2048)),
     ]
     return [c for c in dict.fromkeys((base, *hints, *cuts)) if refusal(x, c) is None]

@@ -64,7 +64,7 @@ def default(a: TensorSpec, b: TensorSpec) -> Config:
         return _SINGLE[3] if m * n >= 2**21 else _SINGLE[1]
     if m <= 16:
         return _HALF[0]
-    return _HALF[4] if m * n >= 2**21 else _HALF[2]  # 128 tiles of 128 x 128: enough for a large GPU
+    return _HALF[5] if m * n >= 2**21 else _HALF[2]  # 128 tiles of 128 x 128: enough for a large GPU
 
 
 def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:

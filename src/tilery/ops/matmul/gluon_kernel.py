@@ -56,9 +56,7 @@ def _shared(config: Config) -> int:
 def default(a: TensorSpec, b: TensorSpec) -> Config:
     if a.shape[0] > 128:
         return Config(128, 256, 64, 3)
-    # Few rows: the time goes into reading b, so the narrowest tiles that still keep 132 processors busy.
-    wide = next((n for n in (128, 64) if b.shape[1] >= 120 * n), 32)
-    return Config(64, wide, 128, 4)
+    return Config(64, 64, 128, 4)  # few rows: 18.6 µs at 16 × 4096 × 4096 on an H200, 128 wide 19.3, 32 wide 22.4
 
 
 def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:

@@ -63,6 +63,7 @@ def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
 def _matmul(
     a_ptr, b_ptr, c_ptr, M, N, K, a_row, a_column, b_row, b_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     band = GROUP * tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0) // band * GROUP
@@ -71,18 +72,25 @@ def _matmul(
     n = tl.program_id(0) % band // height * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
 
-    # int64: row * stride overflows int32 past 2**31 elements
-    a_tile = a_ptr + m[:, None].to(tl.int64) * a_row + k[None, :].to(tl.int64) * a_column
-    b_tile = b_ptr + k[:, None].to(tl.int64) * b_row + n[None, :].to(tl.int64) * b_column
+    if FAR:  # row * stride overflows int32 past 2**31 elements
+        m, n, k = m.to(tl.int64), n.to(tl.int64), k.to(tl.int64)
+    a_tile = a_ptr + (m[:, None] * a_row + k[None, :] * a_column)
+    b_tile = b_ptr + (k[:, None] * b_row + n[None, :] * b_column)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
-        a = tl.load(a_tile, mask=(m[:, None] < M) & (k[None, :] < K - start), other=0.0)
-        b = tl.load(b_tile, mask=(k[:, None] < K - start) & (n[None, :] < N), other=0.0)
+        inside = k < K - start
+        a = tl.load(a_tile, mask=(m[:, None] < M) & (EVEN_K or inside[None, :]), other=0.0)
+        b = tl.load(b_tile, mask=(EVEN_K or inside[:, None]) & (n[None, :] < N), other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")  # fp32 stays fp32: tf32 would lose 13 bits
         a_tile += BLOCK_K * a_column
         b_tile += BLOCK_K * b_row
-    c_tile = c_ptr + m[:, None].to(tl.int64) * N + n[None, :]
+    c_tile = c_ptr + (m[:, None] * N + n[None, :])
     tl.store(c_tile, acc, mask=(m[:, None] < M) & (n[None, :] < N))
+
+
+def _reach(x) -> int:
+    """Elements from the first to the last; a tile may reach past the last, by less than as far again."""
+    return x.shape[0] * x.stride(0) + x.shape[1] * x.stride(1)
 
 
 def _arguments(outs, a, b, config: Config):
@@ -90,6 +98,7 @@ def _arguments(outs, a, b, config: Config):
     shapes = (a.shape[0], b.shape[1], a.shape[1], a.stride(0), a.stride(1), b.stride(0), b.stride(1))
     constants = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": config.group_m,
+        "EVEN_K": a.shape[1] % config.block_k == 0, "FAR": max(map(_reach, (a, b, outs[0]))) >= 2**30,
     }  # fmt: skip
     return (a, b, outs[0], *shapes), constants
 

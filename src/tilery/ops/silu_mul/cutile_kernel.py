@@ -17,7 +17,7 @@ def refusal(gate: TensorSpec, up: TensorSpec, config: Config | None = None) -> s
 
 
 def default(gate: TensorSpec, up: TensorSpec) -> Config:
-    return _cut(gate, 2048)
+    return _cut(gate, 1024)  # 8192 × 14336 on an H200: 203 µs; 258 in tiles of 2048
 
 
 def configs(gate: TensorSpec, up: TensorSpec) -> list[Config]:

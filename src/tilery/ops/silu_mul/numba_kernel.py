@@ -20,7 +20,7 @@ class Config:
 
 
 def refusal(gate: TensorSpec, up: TensorSpec, config: Config | None = None) -> str | None:
-    return None
+    return numba_glue.refusal(gate)
 
 
 def default(gate: TensorSpec, up: TensorSpec) -> Config:

@@ -20,7 +20,7 @@ class Config:
 
 
 def refusal(x: TensorSpec, config: Config | None = None) -> str | None:
-    return None
+    return numba_glue.refusal(x)
 
 
 def default(x: TensorSpec) -> Config:
