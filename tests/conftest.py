@@ -1,5 +1,6 @@
 """Set-up for every test: Triton interprets where there is no GPU, and state lives in a folder of this run's own."""
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -8,6 +9,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # before torch: two workers' spinning threads would starve each other
 import torch
 
 if not torch.cuda.is_available():
@@ -39,6 +44,10 @@ def compiler():
 @pytest.fixture(scope="session")
 def compiler_36():
     """A compiler with Triton 3.6.0, which users of torch 2.11 have; installed beside this environment on first use."""
+    if importlib.metadata.version("triton") == "3.6.0":
+        with Compiler() as child:
+            yield child
+        return
     if not TRITON_36.exists():
         partial = Path(tempfile.mkdtemp(dir=TRITON_36.parent))
         command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(partial), "triton==3.6.0"]

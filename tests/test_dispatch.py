@@ -1,6 +1,8 @@
 """The way of a call: arguments, plans, policy, devices, threads."""
 
 import gc
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -313,9 +315,18 @@ def test_explain_says_who_was_chosen_and_who_refused(capsys):
 
 
 def test_kernels_come_in_order_of_preference_and_refusals_are_kept():
-    plan = rms_norm.plan(rms_norm.specs((X, W, 1e-6)))
-    assert plan.kernel == "numba" and plan.source == "default"
-    assert plan.refusals["cuda"] == "needs a CUDA tensor, got one on cpu"
+    specs = rms_norm.specs((X, W, 1e-6))
+    plan = rms_norm.plan(specs)
+    assert (plan.kernel, plan.source, plan.refusals) == ("numba", "default", {})  # nobody else was asked
+    with settings.override(explain=True):
+        plan = rms_norm.plan(specs)
+    assert plan.kernel == "numba" and plan.refusals["cuda"] == "needs a CUDA tensor, got one on cpu"
+
+
+def test_a_call_imports_no_language_but_its_own():
+    code = "import sys, torch, tilery; tilery.softmax(torch.randn(3, 4)); print([m for m in sys.modules if m in {!r}])"
+    command = [sys.executable, "-c", code.format(("cupy", "tilelang", "triton", "cuda.tile"))]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == "[]"
 
 
 def test_an_architecture_that_is_not_claimed_is_refused(monkeypatch):

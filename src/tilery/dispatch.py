@@ -215,26 +215,35 @@ def decide(op: "Op", specs: tuple[Any, ...], backend: str | None, config: Any) -
         raise BadInput(f"{op.name}: backend must be one of {', '.join(op.kernels)}, got {backend!r}")
     require(config is None or backend is not None, f"{op.name}: config= needs backend=, got only config={config!r}")
     asked = (backend,) if backend is not None else op.kernels
-    refusals = {name: refusal(op, name, specs, config) for name in asked}
-    able = [name for name, why in refusals.items() if why is None]
-    if not able:
+    refusals: dict[str, str | None] = {}
+
+    def able(name: str) -> bool:
+        """Asked only as far as needed: a question imports the kernel's language."""
+        if name not in refusals:
+            refusals[name] = refusal(op, name, specs, config)
+        return refusals[name] is None
+
+    explain = settings.get().explain
+    if explain:
+        for name in asked:
+            able(name)
+    where = next(s.device for s in specs if hasattr(s, "device"))
+    entry = tuned.best(op, specs, asked, able, device.slug(where)) if config is None else None
+    chosen = entry.kernel if entry is not None else next(filter(able, asked), None)
+    if chosen is None:
         reasons = "".join(f"\n  {name}: {why}" for name, why in refusals.items())
         given = ", ".join(str(s) for s in specs if hasattr(s, "device"))
         raise NoBackend(f"{op.name}: no kernel takes ({given}):{reasons}")
-    where = next(s.device for s in specs if hasattr(s, "device"))
-    chosen, source = able[0], "explicit"
-    if config is None:
-        entry = tuned.best(op, specs, able, device.slug(where))
-        if entry is not None:
-            chosen, config, source = entry.kernel, entry.config, entry.source
-        else:
-            config, source = load_kernel(op, chosen).default(*specs), "default"
-    kernel = load_kernel(op, chosen)
+    kernel, source = load_kernel(op, chosen), "explicit"
+    if entry is not None:
+        config, source = entry.config, entry.source
+    elif config is None:
+        config, source = kernel.default(*specs), "default"
     workspace = kernel.workspace(*specs, config=config) if hasattr(kernel, "workspace") else ()
     refused = {name: why for name, why in refusals.items() if why is not None}
     outs = op.outputs(*specs)
     plan = Plan(op.name, chosen, config, source, where, outs, workspace, kernel.run, op.mutated, refused)
-    if settings.get().explain:
+    if explain:
         print(explained(plan, specs), file=sys.stderr)
     return plan
 

@@ -122,7 +122,9 @@ def nearest(entries: Iterable[Entry], want: "Bucket") -> list[Entry]:
     return sorted((e for e in fits if distance(e) == least), key=lambda e: (e.ms, e.kernel))
 
 
-def best(op: "Op", specs: tuple[Any, ...], kernels: list[str], slug: str) -> Entry | None:
+def best(
+    op: "Op", specs: tuple[Any, ...], kernels: tuple[str, ...], able: Callable[[str], bool], slug: str
+) -> Entry | None:
     """The fastest tuned entry among these kernels, its config made and asked again: strides may not bear it."""
     from tilery import dispatch
 
@@ -130,6 +132,8 @@ def best(op: "Op", specs: tuple[Any, ...], kernels: list[str], slug: str) -> Ent
     for folder in folders(op):
         path = folder / f"{slug}.json"
         for entry in nearest((e for e in _read(path) if e.kernel in kernels), want):
+            if not able(entry.kernel):
+                continue
             try:
                 config = op.kernel(entry.kernel).Config(**entry.config)
             except TypeError as error:

@@ -36,7 +36,7 @@ def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str |
 
 def default(a: TensorSpec, b: TensorSpec) -> Config:
     if a.dtype == torch.float32:
-        return Config(64, 64, 32, num_warps=4, num_stages=2)
+        return Config(64, 64, 32, num_warps=8, num_stages=2)
     if a.shape[0] <= 32:  # few rows: narrow tiles, so that there are enough of them
         return Config(16 if a.shape[0] <= 16 else 32, 64, 128, num_warps=4, num_stages=4)
     if a.shape[0] <= 128:

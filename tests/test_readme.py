@@ -1,0 +1,45 @@
+"""The README says what is so."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tilery.cli import app
+from tilery.op import REGISTRY
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    first, second = re.findall(r"```bash\n(.+)\n```", README)
+    assert first.endswith("tilery bench") and second in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_every_op_and_kernel_is_in_the_table():
+    for op in REGISTRY.values():
+        (row,) = [line for line in README.splitlines() if line.startswith(f"| `{op.name}(")]
+        assert set(row.split("|")[3].strip().split(", ")) == set(op.kernels)
+
+
+def test_every_verb_is_listed():
+    verbs = {command.name for command in app.registered_commands}
+    assert verbs == set(re.findall(r"^tilery (\w+)", README, re.MULTILINE))
+
+
+def test_the_program_in_the_readme_runs():
+    (code,) = re.findall(r"```python\n(.+?)```", README, re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code.replace("8192", "64")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the example runs its kernel, which builds with nvcc")
+def test_the_example_prints_its_source_without_a_gpu():
+    pytest.importorskip("tilelang", reason="pip install 'tilery[tilelang]'")
+    done = subprocess.run([sys.executable, str(ROOT / "examples" / "gemm.py")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "__global__" in done.stdout and "There is no CUDA GPU here" in done.stdout
