@@ -108,8 +108,8 @@ import hashlib
 from tilery.backends import cuda_glue
 print(hashlib.sha256(cuda_glue.compile_source({SOURCE!r}, ({NAME!r},), "sm_90").cubin).hexdigest())
 """
-    source = str(Path(__file__).parents[1] / "src")
-    env = {**os.environ, "TILERY_CACHE_DIR": str(tmp_path), "PYTHONPATH": source}
+    paths = [str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "TILERY_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     both = [
         subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]

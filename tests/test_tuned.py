@@ -11,18 +11,18 @@ from tilery.errors import BadTunedFile
 from tilery.op import Bucket, TensorSpec
 from tilery.ops import matmul
 
-K, N = 256, 4096
+K, N, M = 256, 8192, 4096
 B = TensorSpec.contiguous((K, N), torch.float32, "cpu")
 
 
-def specs(m=64):
+def specs(m=M):
     return TensorSpec.contiguous((m, K), torch.float32, "cpu"), B
 
 
 BUCKET = matmul.bucket(*specs())
 
 
-def entry(config, m=64, ms=1.0, exact=BUCKET.exact, kernel="numba", **more):
+def entry(config, m=M, ms=1.0, exact=BUCKET.exact, kernel="numba", **more):
     blank = {
         "interval": [0.9, 1.1],
         "error": 1e-7,
@@ -57,7 +57,7 @@ def configs():
     return [c for c in found if c != matmul.kernel("numba").default(*specs())]
 
 
-def plan(m=64):
+def plan(m=M):
     return matmul.plan(specs(m))
 
 
@@ -72,10 +72,10 @@ def test_tuned_beats_default_and_explicit_beats_tuned(store):
 
 def test_the_nearest_larger_bucket_is_taken(store):
     one, two = configs()[:2]
-    store([entry(dataclasses.asdict(one), m=64), entry(dataclasses.asdict(two), m=512)])
-    assert plan(1).config == plan(64).config == one
-    assert plan(65).config == plan(512).config == two
-    assert plan(513).source == "default"
+    store([entry(dataclasses.asdict(one), m=M), entry(dataclasses.asdict(two), m=2 * M)])
+    assert plan(1).config == plan(M).config == one
+    assert plan(M + 1).config == plan(2 * M).config == two
+    assert plan(2 * M + 1).source == "default"
 
 
 def test_another_exact_part_does_not_carry_over(store):

@@ -78,9 +78,11 @@ def _matmul(
     b_tile = b_ptr + (k[:, None] * b_row + n[None, :] * b_column)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
-        inside = k < K - start
-        a = tl.load(a_tile, mask=(m[:, None] < M) & (EVEN_K or inside[None, :]), other=0.0)
-        b = tl.load(b_tile, mask=(EVEN_K or inside[:, None]) & (n[None, :] < N), other=0.0)
+        a_mask, b_mask = m[:, None] < M, n[None, :] < N
+        if not EVEN_K:
+            a_mask, b_mask = a_mask & (k[None, :] < K - start), b_mask & (k[:, None] < K - start)
+        a = tl.load(a_tile, mask=a_mask, other=0.0)
+        b = tl.load(b_tile, mask=b_mask, other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")  # fp32 stays fp32: tf32 would lose 13 bits
         a_tile += BLOCK_K * a_column
         b_tile += BLOCK_K * b_row
