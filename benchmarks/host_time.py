@@ -2,8 +2,9 @@
 
     python benchmarks/host_time.py
 
-Least of many batches, so that another process's work does not count. `launch` is the kernel's `run`, into outputs and
-workspace that are there already; `call` is `tilery.op(...)`: arguments, plan, outputs, device guard and that launch.
+`call` is `tilery.op(...)`; `launch` is the kernel's `run` into outputs and workspace that are there already; `over` is
+the call with that launch left out: arguments, plan, outputs, device guard. It is timed apart, since a launch varies by
+more from one batch to the next than `over` is long. The least of many batches, so that other processes do not count.
 """
 
 import time
@@ -13,41 +14,40 @@ import torch
 import tilery.ops  # noqa: F401  fills the registry
 from tilery.op import REGISTRY
 
-BATCH, BATCHES = 100, 200
+BATCH, BATCHES = 100, 100
 
 
-def least_us(*functions):
-    """The least time of each, taking turns: what slows the machine for a while slows them all."""
-    best = [float("inf")] * len(functions)
+def least_us(function):
+    best = float("inf")
     for _ in range(BATCHES):
-        for i, function in enumerate(functions):
-            start = time.perf_counter()
-            for _ in range(BATCH):
-                function()
-            best[i] = min(best[i], (time.perf_counter() - start) / BATCH * 1e6)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # an empty queue: a full one makes launches wait
+        start = time.perf_counter()
+        for _ in range(BATCH):
+            function()
+        best = min(best, (time.perf_counter() - start) / BATCH * 1e6)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # an empty queue: a full one makes launches wait
     return best
 
 
-def host_times(op, backend=None):
-    """(call, launch) in µs on a problem so small that the kernel's own work is next to nothing."""
+def host_times(op):
+    """kernel, call, launch, over in µs, on a problem so small that the kernel's own work is next to nothing."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     small = {"m": 1, "n": 16, "dtype": "fp32"} | ({"k": 16} if op.name == "matmul" else {})
     args = op.complete((), op.inputs(**small, device=device, seed=0))
-    plan = op.plan(op.specs(args), backend)
-    outs, scratch = (tuple(spec.empty() for spec in specs) for specs in (plan.outs, plan.workspace))
-
-    def launch():
-        plan.run(outs, args, plan.config, *scratch)
-
+    op.plans.clear()
     op(*args)
-    launch()
-    return *least_us(lambda: op(*args), launch), plan.kernel
+    (plan,) = op.plans.recent
+    outs, scratch = (tuple(spec.empty() for spec in specs) for specs in (plan.outs, plan.workspace))
+    run = plan.run
+    call, launch = least_us(lambda: op(*args)), least_us(lambda: run(outs, args, plan.config, *scratch))
+    plan.run = lambda *_: None
+    over = least_us(lambda: op(*args))
+    op.plans.clear()
+    return plan.kernel, call, launch, over
 
 
 if __name__ == "__main__":
     print(f"{'op':<10} {'kernel':<8} {'call':>8} {'launch':>8} {'over':>8}   µs")
     for op in REGISTRY.values():
-        call, launch, kernel = host_times(op)
-        print(f"{op.name:<10} {kernel:<8} {call:8.2f} {launch:8.2f} {call - launch:8.2f}")
+        kernel, *times = host_times(op)
+        print(f"{op.name:<10} {kernel:<8} " + " ".join(f"{t:8.2f}" for t in times))

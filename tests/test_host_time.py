@@ -14,8 +14,7 @@ BENCHMARK = runpy.run_path(str(pathlib.Path(__file__).parents[1] / "benchmarks" 
 def test_a_call_costs_less_than_5_us_over_the_launch(name):
     least = float("inf")
     for _ in range(5):  # another process may have had the core: the least of a few tries is the call's own
-        call, launch, _ = BENCHMARK["host_times"](REGISTRY[name])
-        least = min(least, call - launch)
+        least = min(least, BENCHMARK["host_times"](REGISTRY[name])[-1])
         if least < 5:
             return
     pytest.fail(f"{name} costs {least:.2f} µs over its launch, allowed 5")

@@ -18,7 +18,7 @@ def refusal(x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> 
 
 
 def default(x: TensorSpec, weight: TensorSpec) -> Config:
-    return block_rows.default(x.shape[-1])
+    return cuda_rows.default(x.shape[-1])
 
 
 def configs(x: TensorSpec, weight: TensorSpec) -> list[Config]:

@@ -18,7 +18,7 @@ def refusal(x: TensorSpec, config: Config | None = None) -> str | None:
 
 
 def default(x: TensorSpec) -> Config:
-    return block_rows.default(x.shape[-1])
+    return cuda_rows.default(x.shape[-1])
 
 
 def configs(x: TensorSpec) -> list[Config]:
