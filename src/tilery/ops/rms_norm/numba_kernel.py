@@ -1,35 +1,29 @@
 """Rows in parallel over the cores; each row is read twice, the second time from the L1 cache."""
 
-from dataclasses import dataclass
-
 import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import at, f32, load, store
 from tilery.op import Artifact, TensorSpec
+from tilery.ops import numba_rows
+from tilery.ops.numba_rows import Config
 from tilery.ops.rms_norm import outputs
 from tilery.ops.rows import rows
 
-archs = ("cpu",)
-
-
-@dataclass(frozen=True)
-class Config:
-    parallel: bool
+archs = numba_rows.archs
 
 
 def refusal(x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
-    return numba_glue.refusal(x)
+    return numba_rows.refusal(x)
 
 
 def default(x: TensorSpec, weight: TensorSpec) -> Config:
-    m, n, _ = rows(x)
-    return Config(parallel=m > 1 and m * n >= 2**17)  # less work does not pay for waking threads
+    return numba_rows.default(x, least=2**17)
 
 
 def configs(x: TensorSpec, weight: TensorSpec) -> list[Config]:
-    return [Config(parallel=False), Config(parallel=True)]
+    return numba_rows.configs()
 
 
 @numba_glue.jit

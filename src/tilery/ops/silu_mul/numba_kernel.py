@@ -1,35 +1,29 @@
 """Rows in parallel over the cores, each in one pass."""
 
-from dataclasses import dataclass
-
 import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import at, exp, f32, load, store
 from tilery.op import Artifact, TensorSpec
+from tilery.ops import numba_rows
+from tilery.ops.numba_rows import Config
 from tilery.ops.rows import rows
 from tilery.ops.silu_mul import outputs
 
-archs = ("cpu",)
-
-
-@dataclass(frozen=True)
-class Config:
-    parallel: bool
+archs = numba_rows.archs
 
 
 def refusal(gate: TensorSpec, up: TensorSpec, config: Config | None = None) -> str | None:
-    return numba_glue.refusal(gate)
+    return numba_rows.refusal(gate)
 
 
 def default(gate: TensorSpec, up: TensorSpec) -> Config:
-    m, n, _ = rows(gate)
-    return Config(parallel=m > 1 and m * n >= 2**16)  # less work does not pay for waking threads
+    return numba_rows.default(gate, least=2**16)
 
 
 def configs(gate: TensorSpec, up: TensorSpec) -> list[Config]:
-    return [Config(parallel=False), Config(parallel=True)]
+    return numba_rows.configs()
 
 
 @numba_glue.jit

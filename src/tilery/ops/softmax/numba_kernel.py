@@ -1,35 +1,29 @@
 """Rows in parallel over the cores; a row's exponentials wait in fp32 for their sum, so that each is computed once."""
 
-from dataclasses import dataclass
-
 import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import at, exp, f32, load, rank, store, unrank
 from tilery.op import Artifact, TensorSpec
+from tilery.ops import numba_rows
+from tilery.ops.numba_rows import Config
 from tilery.ops.rows import rows
 from tilery.ops.softmax import outputs
 
-archs = ("cpu",)
-
-
-@dataclass(frozen=True)
-class Config:
-    parallel: bool
+archs = numba_rows.archs
 
 
 def refusal(x: TensorSpec, config: Config | None = None) -> str | None:
-    return numba_glue.refusal(x)
+    return numba_rows.refusal(x)
 
 
 def default(x: TensorSpec) -> Config:
-    m, n, _ = rows(x)
-    return Config(parallel=m > 1 and m * n >= 2**16)  # less work does not pay for waking threads
+    return numba_rows.default(x, least=2**16)
 
 
 def configs(x: TensorSpec) -> list[Config]:
-    return [Config(parallel=False), Config(parallel=True)]
+    return numba_rows.configs()
 
 
 @numba_glue.jit
