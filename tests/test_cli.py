@@ -73,7 +73,7 @@ def test_bench_prints_and_writes(tmp_path):
     with file.open() as opened:
         lines = list(csv.DictReader(opened))
     assert [x["kernel"] for x in lines] == ["baseline:torch", "numba"] and float(lines[1]["ms"]) > 0
-    assert "<svg" in picture.read_text()
+    assert "<svg" in picture.read_text() and "url(http" not in picture.read_text()
 
 
 def test_show_prints_a_stage():
