@@ -23,7 +23,7 @@ def run_json(*words, code=0):
     found = json.loads(run(*words, "--json", code=code))
     assert found["schema"] == 1 and found["machine"]["torch"] == torch.__version__
     for row in found["rows"]:
-        assert {"op", "kernel", "status", "reason"} <= set(row)
+        assert {"op", "kernel", "case", "status", "reason"} <= set(row)
         assert row["status"] in ("pass", "fail", "refused", "compiled", "skipped")
     return found
 
@@ -67,7 +67,7 @@ def test_check_compiles_what_cannot_run():
 
 def test_bench_prints_and_writes(tmp_path):
     file, picture = tmp_path / "rows.csv", tmp_path / "table.svg"
-    words = ("bench", "softmax", "-b", "numba", "--case", "m=64,n=128,dtype=fp32", "--rounds", "5")
+    words = ("bench", "softmax", "-b", "numba", "--case", "m=64,n=128,dtype=fp32", "--rounds", "6")
     said = run(*words, "--csv", str(file), "--svg", str(picture))
     assert "baseline:torch" in said and "GB/s" in said
     with file.open() as opened:
@@ -87,12 +87,15 @@ def test_show_prints_a_stage():
 def test_cache_shows_and_clears(monkeypatch, tmp_path):
     from tilery import settings
 
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "old.cubin").write_text("x" * 100)
-    with settings.override(cache_dir=tmp_path / "cache"):
-        assert run_json("cache")["folders"]["cache"]["bytes"] == 100
+    ours, other = tmp_path / "cuda" / "old.cubin", tmp_path / "thesis.txt"
+    ours.parent.mkdir()
+    for file in (ours, other):
+        file.write_text("x" * 100)
+    with settings.override(cache_dir=tmp_path):
+        assert run_json("cache")["folders"]["cache"]["bytes"] == 200
         assert "freed" in run("cache", "--clear")
-        assert not (tmp_path / "cache").exists()
+        assert not ours.exists() and other.exists()
+        run("cache", "--clear")  # nothing there: nothing to say
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ def test_arms_take_turns_and_sets_rotate():
 
 def test_times_are_true():
     found = timing.time_arms({"nap": lambda _: time.sleep(0.01)}, 1, CPU, rounds=5)["nap"]
-    assert 10 <= found.median < 25
+    assert 10 <= min(found.samples) < 20
 
 
-def test_a_budget_ends_the_rounds_but_not_before_five():
+def test_a_budget_ends_the_rounds_but_not_before_six():
     found = timing.time_arms({"nap": lambda _: time.sleep(0.01)}, 1, CPU, rounds=1000, budget_s=0.0)["nap"]
-    assert len(found.samples) == 5
+    assert len(found.samples) == 6
 
 
 def test_the_ratio_is_taken_round_by_round():
@@ -55,13 +55,13 @@ def test_the_interval_holds_the_median(n):
 def test_caches_are_cold():
     """A call after the flush reads from memory: slower than the same call warm."""
     x = torch.randn(2**18)  # 1 MiB
-    cold = timing.time_arms({"": lambda _: x.sum()}, 1, CPU, rounds=15)[""].median
-    warm = []
-    for _ in range(15):
+    cold = min(timing.time_arms({"": lambda _: x.sum()}, 1, CPU, rounds=30)[""].samples)
+    warm = float("inf")
+    for _ in range(200):
         start = time.perf_counter()
         x.sum()
-        warm.append((time.perf_counter() - start) * 1e3)
-    assert cold > statistics.median(warm)
+        warm = min(warm, (time.perf_counter() - start) * 1e3)
+    assert cold > warm
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -59,7 +59,7 @@ class Plan:
                 return self(args, out)
         outs = tuple([new() for new in self._new_outs]) if out is None else self._destination(args, out)
         self._start(outs, args)
-        return outs[0] if len(outs) == 1 else (outs or None)
+        return unpacked(outs)
 
     def launch(self, outs: tuple[Tensor, ...], args: tuple[Any, ...]) -> None:
         """Runs the kernel into `outs`, on the tensors' own device and that device's current stream."""
@@ -74,17 +74,22 @@ class Plan:
             torch.autograd.graph.increment_version(args[i])
 
     def _destination(self, args: tuple[Any, ...], out: Any) -> tuple[Tensor, ...]:
-        from tilery.op import TensorSpec
+        from tilery.op import TensorSpec, require_dense
 
         outs = packed(out)
         require(len(outs) == len(self.outs), f"{self.op}: out must be {len(self.outs)} tensor(s), got {len(outs)}")
         for i, (given, want) in enumerate(zip(outs, self.outs)):
             require(isinstance(given, Tensor), f"{self.op}: out[{i}] must be a Tensor, got {type(given).__name__}")
+            require_dense(f"{self.op}: out[{i}]", given)
+            graded = given.requires_grad and torch.is_grad_enabled()
+            require(not graded, f"{self.op}: out[{i}] must not require grad; call it under torch.no_grad()")
             spec = TensorSpec.of(given)
             require(spec == want, f"{self.op}: out[{i}] must be {want}, got {spec}")
             for other in (*args, *outs[:i]):
                 if isinstance(other, Tensor) and _overlap(given, other):
                     raise BadInput(f"{self.op}: out[{i}] must not share memory with another argument")
+        for given in outs:
+            torch.autograd.graph.increment_version(given)  # a backward that saved it must not use it unawares
         return outs
 
 

@@ -11,7 +11,7 @@ from tilery.op import DTYPES
 # How a matrix may lie in memory. `far` puts its rows more than 2**31 elements apart: memory that is never
 # touched, so never committed on a CPU.
 LAYOUTS = ("contiguous", "padded", "misaligned", "far", "transposed")
-SPECIALS = ("none", "nan", "inf")
+SPECIALS = {"none": 0.0, "nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -27,10 +27,12 @@ def generator(seed: int, device: Any) -> torch.Generator:
 def matrix(
     rows: int, columns: int, dtype: str, g: torch.Generator, layout: str = "contiguous", special: str = "none"
 ) -> Tensor:
-    """Normal values in a [rows, columns] view of the given layout; `special` puts one NaN or infinity in the middle."""
+    """Normal values in a [rows, columns] view of the given layout; `special` stands in the middle."""
+    if special not in SPECIALS:
+        raise BadInput(f"special must be one of {', '.join(SPECIALS)}, got {special!r}")
     values = torch.randn(rows, columns, generator=g, device=g.device).to(dtype_of(dtype))
     if special != "none" and values.numel():
-        values[rows // 2, columns // 2] = {"nan": float("nan"), "inf": float("inf")}[special]
+        values[rows // 2, columns // 2] = SPECIALS[special]
     return _lay(values, layout)
 
 
@@ -49,7 +51,7 @@ def _lay(values: Tensor, layout: str) -> Tensor:
     shift, stride = {
         "padded": (0, columns + 64),
         "misaligned": (1, columns + 3),  # no row starts on 16 bytes
-        "far": (0, 2**31 // max(rows - 1, 1) + 64),
+        "far": (0, (2**31 // max(rows - 1, 1) // 64 + 1) * 64),
     }[layout]
     storage = torch.empty(
         shift + (rows - 1) * stride + columns if rows else 0, dtype=values.dtype, device=values.device

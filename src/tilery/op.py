@@ -112,7 +112,7 @@ REGISTRY: dict[str, "Op"] = {}
 LIBRARY = torch.library.Library("tilery", "FRAGMENT")  # not custom_op: its wrappers made a CPU call 5x slower
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Op:
     """Functions marked `specs` take the arguments with specs for tensors and without the runtime scalars."""
 
@@ -122,7 +122,7 @@ class Op:
     cost: Callable[..., Cost]  # specs
     bucket: Callable[..., Bucket]  # specs
     inputs: Callable[..., dict[str, Any]]  # case.params, device and seed -> arguments
-    cases: dict[str, list[Case]]  # "test" and "bench"
+    cases: dict[str, list[Case]]  # "test", "bench" for a GPU and "bench_cpu"
     allowed: dict[torch.dtype, float]  # greatest rms(out - ref) / rms(ref), by output dtype
     kernels: tuple[str, ...]  # "language" or "language.variant", in order of preference
     baselines: dict[str, Callable[..., Any]]  # "baseline:..." -> what a user would run otherwise
@@ -180,7 +180,11 @@ class Op:
         key = self._key(args, backend, config)
         if key is None:
             return self._unusual_call(args, backend, config, out)
-        plan = self.plans.get(key) or self.plans.make(key, lambda: self.plan(self.specs(args), backend, config))
+        try:
+            held = self.plans.get(key)
+        except TypeError:  # a backend or config that cannot be hashed is none of ours: `plan` names it
+            return self.plan(self.specs(args), backend, config)(args, out)
+        plan = held or self.plans.make(key, lambda: self.plan(self.specs(args), backend, config))
         if backend is None and config is None and (takes := self._guard(args)) is not None:
             self.plans.promote(key, plan, takes)
         return plan(args, out)
@@ -215,16 +219,16 @@ class Op:
             return None
         sizes, strides = ([list(f(t)) for t in tensors] for f in (Tensor.size, Tensor.stride))
         same = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore
+        gradients = any(t.requires_grad for t in tensors)  # they have no say only while torch computes none
         scalars = [(i, kind.types, kind.decides, args[i]) for i, kind in enumerate(self._kinds) if i >= count]
 
         def takes(given: tuple[Any, ...]) -> bool:
-            tensors = given[:count]
-            if not same(*tensors):
-                return False
-            address = 0
+            tensors, address = given[:count], 0
             for t in tensors:
+                if (type(t) is not Tensor and type(t) is not Parameter) or t.is_nested:
+                    return False  # the guards would read the sizes of a nested tensor, which has none
                 address |= t.data_ptr()
-            if address & 15:
+            if address & 15 or not same(*tensors) or (gradients and torch.is_grad_enabled()):
                 return False
             for i, types, decides, value in scalars:
                 if type(given[i]) not in types or (decides and given[i] != value):
@@ -235,7 +239,9 @@ class Op:
 
     def _unusual_call(self, args: tuple[Any, ...], backend: str | None, config: Any, out: Any) -> Any:
         """Bad input is named; tracers, subclasses and gradients go through torch's dispatcher."""
-        args = self.bind(args)
+        args, given = self.bind(args), args
+        if any(a is not b for a, b in zip(args, given)):  # NumPy's scalars are Python's now
+            return self(*args, backend=backend, config=config, out=out)
         self._refuse_grad(args)
         chosen = backend is not None or config is not None or out is not None
         require(not chosen, f"{self.name}: backend=, config= and out= are for plain tensors without gradients")
@@ -282,6 +288,13 @@ class Op:
         self.kernels = (*self.kernels, name)
         self.plans.clear()
 
+    def __repr__(self) -> str:
+        return f"<tilery op {self.name}{self.signature}>"
+
+    def __reduce__(self) -> Any:
+        """A copy or a pickle of an op is the op: a module that holds one can be copied."""
+        return _named, (self.name,)
+
     # Arguments
 
     def complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -303,8 +316,8 @@ class Op:
             if not isinstance(value, kind.types):
                 raise BadInput(f"{self.name}: {name} must be {kind}, got {type(value).__name__}")
             if isinstance(value, Tensor):
-                _require_dense(f"{self.name}: {name}", value)
-        return args
+                require_dense(f"{self.name}: {name}", value)
+        return tuple(_plain_scalar(a) for a in args)
 
     def specs(self, args: tuple[Any, ...], aligned: bool | None = None) -> tuple[Any, ...]:
         return tuple(
@@ -360,7 +373,21 @@ def _accepted(hint: Any) -> tuple[type, ...]:
     return (*types, int) if float in types else tuple(types)
 
 
-def _require_dense(what: str, t: Tensor) -> None:
+def _plain_scalar(value: Any) -> Any:
+    """np.float64 is a float and True an int, but not by their own type."""
+    for kind in (float, int):
+        if isinstance(value, kind) and type(value) not in (float, int, bool):
+            return kind(value)
+    return value
+
+
+def _named(name: str) -> "Op":
+    import tilery.ops  # noqa: F401  fills the registry
+
+    return REGISTRY[name]
+
+
+def require_dense(what: str, t: Tensor) -> None:
     require(not t.is_nested, f"{what} must be a plain tensor, got a nested one")
     require(t.layout is torch.strided, f"{what} must be dense (torch.strided), got {t.layout}; call .to_dense() on it")
     require(not t.is_neg(), f"{what} must hold its values, got a lazily negated view; call .resolve_neg() on it")

@@ -19,6 +19,7 @@ import torch
 Arm = Callable[[int], object]
 Progress = Callable[[str], None]
 
+LEAST_ROUNDS = 6  # five samples cannot give a 95 % interval of the median
 _CPU_FLUSH_BYTES = 128 * 2**20  # several times the last-level cache of common CPUs
 _SLEEP_CYCLES = 2_000_000  # about 1 ms: time to queue calls behind it
 _GRAPH_MS = 2.0  # a graph holds enough calls to last this long
@@ -64,7 +65,7 @@ def time_arms(
     budget_s: float = 10.0,
     progress: Progress = lambda _: None,
 ) -> dict[str, Timing]:
-    """Every arm once a round, forwards then backwards, for `rounds` rounds or until the budget is spent (but five)."""
+    """Every arm once a round, forwards then backwards, for `rounds` rounds or until the budget is spent (but six)."""
     make = _gpu_sampler if device.type == "cuda" else _cpu_sampler
     samplers = {}
     for name, arm in arms.items():
@@ -76,7 +77,7 @@ def time_arms(
         progress(f"round {i + 1} of {rounds}")
         for name in arms if i % 2 == 0 else reversed(list(arms)):
             samples[name].append(samplers[name].sample())
-        if i >= 4 and time.perf_counter() - start > budget_s:
+        if i + 1 >= LEAST_ROUNDS and time.perf_counter() - start > budget_s:
             break
     return {name: Timing(tuple(s), samplers[name].how) for name, s in samples.items()}
 

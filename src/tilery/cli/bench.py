@@ -34,7 +34,7 @@ def bench(
     ops: common.Ops = None,
     backend: common.Backends = None,
     case: common.CaseText = None,
-    rounds: Annotated[int, typer.Option(min=5, help="Every arm is timed once a round.")] = 20,
+    rounds: Annotated[int, typer.Option(min=6, help="Every arm is timed once a round.")] = 20,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the table as a picture.")] = None,
     json: common.Json = False,

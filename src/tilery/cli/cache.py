@@ -8,9 +8,11 @@ import typer
 
 from tilery.cli import common
 
+_OURS = ("cuda", "numba")  # what the languages keep in the cache folder; the folder may be shared
+
 
 def cache(
-    clear: Annotated[bool, typer.Option("--clear", help="Delete the cache folder; data is kept.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Delete compiled kernels; data is kept.")] = False,
     json: common.Json = False,
 ) -> None:
     """Show where state lives and how large it is; --clear deletes compiled kernels."""
@@ -18,14 +20,15 @@ def cache(
 
     kept = settings.get()
     folders = {
-        "cache": (kept.cache_dir, "compiled kernels; --clear deletes it"),
+        "cache": (kept.cache_dir, "compiled kernels; --clear deletes them"),
         "data": (kept.data_dir, "measured ceilings, your tuned configs; kept"),
         "triton": (Path.home() / ".triton", "Triton's own cache; not ours to delete"),
         "tilelang": (Path.home() / ".tilelang", "TileLang's own cache; not ours to delete"),
     }
-    freed = _size(kept.cache_dir) if clear else 0
-    if clear and kept.cache_dir.exists():
-        shutil.rmtree(kept.cache_dir)
+    freed = 0
+    for folder in [kept.cache_dir / name for name in _OURS] if clear else []:
+        freed += _size(folder)
+        shutil.rmtree(folder, ignore_errors=not folder.exists())
     sizes = {name: _size(path) for name, (path, _) in folders.items()}
     if json:
         found = {

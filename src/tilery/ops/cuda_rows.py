@@ -15,12 +15,14 @@ def kernel(
     source: Path, parameters: str, tensors: tuple[Any, ...], n: int, stride: int, threads: int
 ) -> cuda_glue.Kernel:
     """The instance for rows of n, of tensors for a launch and of specs to compile."""
-    return _kernel(source, parameters, tensors[0].dtype, n, cuda_glue.width(tensors, n, stride), threads)
+    values = cuda_glue.width(tensors, n, stride)
+    return _kernel(source, parameters, tensors[0].dtype, values, _steps(n, values, threads), threads)
 
 
-@functools.lru_cache(maxsize=256)
-def _kernel(source: Path, parameters: str, dtype: torch.dtype, n: int, values: int, threads: int) -> cuda_glue.Kernel:
-    steps = _steps(n, values, threads)
+@functools.cache  # few: rows of many lengths share an instance
+def _kernel(
+    source: Path, parameters: str, dtype: torch.dtype, values: int, steps: int | None, threads: int
+) -> cuda_glue.Kernel:
     name = f"{source.stem}_long" if steps is None else source.stem
     sizes = (values, threads) if steps is None else (values, steps, threads)
     instance = f"{name}<{cuda_glue.TYPES[dtype]}, {', '.join(map(str, sizes))}>"

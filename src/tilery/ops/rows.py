@@ -90,6 +90,7 @@ def cases(refused_by: dict[str, str] | None = None) -> list[Case]:
         case(m=3, n=72, dtype="fp16", layout="far"),  # more than 2**31 elements from first to last
         case(m=3, n=200, dtype="fp32", special="nan"),
         case(m=3, n=200, dtype="fp16", special="inf"),
+        case(m=3, n=200, dtype="bf16", special="-inf"),
         case(m=2, n=65537, dtype="fp32", refused_by=refused_by),
     ]
 

@@ -118,15 +118,20 @@ def _one_per_dtype(cases: list[Case]) -> list[Case]:
 
 def _row(op: Op, kernel: str, case: Case, where: Place) -> Row:
     assert where.device is not None
-    row = Row(op.name, kernel, str(case), "pass", device=device.name(where.device))
-    if where.interpreted:
-        row.device = "interpreter"
-        if why := dispatch.environment_refusal(op, kernel, where.device, specs_for(op, case, "cpu")):
-            row.status, row.reason = "skipped", why
-            return row
+    specs = specs_for(op, case, "cpu") if where.interpreted else ()
+    if specs and (why := dispatch.environment_refusal(op, kernel, where.device, specs)):
+        return Row(op.name, kernel, str(case), "skipped", why, device="interpreter")
     ours = any(case is known for known in op.cases["test"])  # a user's own case declares no refusals
+    row = checked(op, kernel, case, where.device, conform if ours else check)
+    row.device = "interpreter" if where.interpreted else row.device
+    return row
+
+
+def checked(op: Op, kernel: str, case: Case, target: torch.device, checker: Callable[..., Checked] = check) -> Row:
+    """What the checker finds, as a row, whatever it raises."""
+    row = Row(op.name, kernel, str(case), "pass", device=device.name(target))
     try:
-        found = (conform if ours else check)(op, kernel, case, where.device)
+        found = checker(op, kernel, case, target)
     except BadInput:  # the case is not one of the op's
         raise
     except Exception as error:  # a kernel may raise anything; its row says what, and the others go on

@@ -1,3 +1,4 @@
+from math import prod
 from typing import Any
 
 import torch
@@ -50,13 +51,14 @@ def bucket(a: TensorSpec, b: TensorSpec) -> Bucket:
 
 
 def inputs(
-    m: int, n: int, k: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", trans_b: int = 1,
+    m: int, n: int, k: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none",
+    layout_b: str = "transposed",
     device: str = "cuda", seed: int = 0,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """`trans_b`: b is w.T of a weight w [N, K]; `layout` is a's."""
+    """`layout` is a's; b is w.T of a weight w [N, K] unless said otherwise."""
     g = draw.generator(seed, device)
     a = draw.matrix(m, k, dtype, g, layout, special)
-    b = draw.matrix(k, n, dtype, g, "transposed" if trans_b else "contiguous")
+    b = draw.matrix(k, n, dtype, g, layout_b)
     return {"a": a, "b": b}
 
 
@@ -68,10 +70,10 @@ def inputs(
         "test": [
             case(m=128, n=256, k=192, dtype="fp16"),
             case(m=128, n=256, k=192, dtype="bf16"),
-            case(m=128, n=256, k=192, dtype="bf16", trans_b=0),
+            case(m=128, n=256, k=192, dtype="bf16", layout_b="contiguous"),
             case(m=64, n=64, k=64, dtype="fp32", refused_by=TF32),
             case(m=65, n=33, k=97, dtype="fp32", refused_by=TF32),  # odd tails on every side
-            case(m=65, n=33, k=97, dtype="bf16", trans_b=0, refused_by=TMA),
+            case(m=65, n=33, k=97, dtype="bf16", layout_b="contiguous", refused_by=TMA),
             case(m=100, n=136, k=72, dtype="fp16"),  # tails that 16-byte loads can bear
             case(m=1, n=128, k=256, dtype="bf16"),  # one row
             case(m=1, n=1, k=1, dtype="fp32", refused_by=TF32),
@@ -80,10 +82,11 @@ def inputs(
             case(m=40, n=24, k=0, dtype="fp16"),  # a sum of nothing is zero
             case(m=40, n=24, k=0, dtype="fp32", refused_by=TF32),
             case(m=72, n=64, k=64, dtype="bf16", layout="transposed"),
-            case(m=70, n=64, k=64, dtype="fp16", layout="transposed", trans_b=0, refused_by=TMA),
+            case(m=70, n=64, k=64, dtype="fp16", layout="transposed", layout_b="contiguous", refused_by=TMA),
             case(m=33, n=64, k=64, dtype="fp16", layout="padded"),
             case(m=33, n=40, k=65, dtype="bf16", layout="misaligned", refused_by=TMA),
             case(m=3, n=32, k=64, dtype="fp16", layout="far"),  # more than 2**31 elements from first to last
+            case(m=32, n=64, k=130, dtype="fp16", layout_b="far", refused_by=TMA),
             case(m=32, n=64, k=64, dtype="bf16", special="nan"),
             case(m=32, n=64, k=64, dtype="fp32", special="inf", refused_by=TF32),
             case(m=32, n=64, k=64, dtype="fp16", special="inf"),
@@ -97,22 +100,24 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, *, backend: str | None = None, config: Any = None
+) -> Tensor:
     """A linear layer: y = x · wᵀ + bias; x [..., K], w [N, K], bias [N], y [..., N]."""
     require(isinstance(x, Tensor) and x.dim() >= 1, f"linear: x must be a tensor [..., K], got {_described(x)}")
     require(isinstance(w, Tensor) and w.dim() == 2, f"linear: w must be a tensor [N, K], got {_described(w)}")
+    (*rows, k), n = x.shape, w.shape[0]
     require(
-        x.shape[-1] == w.shape[1],
-        f"linear: x [..., K] and w [N, K] must agree in K, got {list(x.shape)} and {list(w.shape)}",
+        k == w.shape[1], f"linear: x [..., K] and w [N, K] must agree in K, got {list(x.shape)} and {list(w.shape)}"
     )
-    y = matmul(x.reshape(-1, x.shape[-1]), w.t())
+    y = matmul(x.reshape(prod(rows), k), w.t(), backend=backend, config=config)
     if bias is not None:
         require(
-            isinstance(bias, Tensor) and bias.shape == (w.shape[0],) and bias.dtype == x.dtype,
-            f"linear: bias must be {dtype_name(x.dtype)}[{w.shape[0]}], got {_described(bias)}",
+            isinstance(bias, Tensor) and bias.shape == (n,) and bias.dtype == x.dtype,
+            f"linear: bias must be {dtype_name(x.dtype)}[{n}], got {_described(bias)}",
         )
         y = y + bias
-    return y.reshape(*x.shape[:-1], w.shape[0])
+    return y.reshape(*rows, n)
 
 
 def _described(value: Any) -> str:

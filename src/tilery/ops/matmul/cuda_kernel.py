@@ -85,7 +85,7 @@ def _operand(x, inner: str) -> tuple[int, bool, bool]:
     return stride, found == inner, cuda_glue.width((x,), stride) > 1
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def _kernel(dtype: torch.dtype, config: Config, *layouts: bool) -> cuda_glue.Kernel:
     c, flags = config, ", ".join(map(str, layouts)).lower()
     tiles = f"{c.block_m}, {c.block_n}, {c.block_k}, {c.warps_m}, {c.warps_n}, {c.stages}"

@@ -70,6 +70,7 @@ def _matmul(
     n = tl.program_id(0) % band // height * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
 
+    step = tl.full((), BLOCK_K, tl.int64 if FAR else tl.int32)
     if FAR:  # row * stride overflows int32 past 2**31 elements
         m, n, k = m.to(tl.int64), n.to(tl.int64), k.to(tl.int64)
     a_tile = a_ptr + (m[:, None] * a_row + k[None, :] * a_column)
@@ -82,8 +83,8 @@ def _matmul(
         a = tl.load(a_tile, mask=a_mask, other=0.0)
         b = tl.load(b_tile, mask=b_mask, other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")  # fp32 stays fp32: tf32 would lose 13 bits
-        a_tile += BLOCK_K * a_column
-        b_tile += BLOCK_K * b_row
+        a_tile += step * a_column
+        b_tile += step * b_row
     c_tile = c_ptr + (m[:, None] * N + n[None, :])
     tl.store(c_tile, acc, mask=(m[:, None] < M) & (n[None, :] < N))
 

@@ -43,7 +43,7 @@ def _joined(gate, up) -> tuple[int, int, int, int]:
     return (1, m * n, 0, 0) if stride == up_stride == n else (m, n, stride, up_stride)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def _kernel(dtype: torch.dtype, values: int, config: Config) -> cuda_glue.Kernel:
     name = f"silu_mul<{cuda_glue.TYPES[dtype]}, {values}, {config.steps}, {config.threads}>"
     return cuda_glue.Kernel(_SOURCE, name, "PPPqqqi", config.threads)
