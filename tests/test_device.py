@@ -25,6 +25,21 @@ def test_ceilings_are_measured_once_and_kept(tmp_path, monkeypatch):
     assert json.loads(kept.read_text())["bandwidth"] == 2e9
 
 
+def test_ceilings_that_cannot_be_read_or_kept_are_measured_again_and_said(tmp_path, monkeypatch):
+    found = Ceilings(bandwidth=1e9, flops={"fp32": 1e12})
+    monkeypatch.setattr(device, "_measured", lambda where: found)
+    with settings.override(data_dir=tmp_path):
+        device.ceilings(CPU)
+        (kept,) = (tmp_path / "ceilings").iterdir()
+        kept.write_text("nonsense")
+        with pytest.warns(UserWarning, match="cannot be read .* measuring again"):
+            assert device.ceilings(CPU) == found
+        assert device.ceilings(CPU) == found
+    (tmp_path / "file").write_text("")
+    with settings.override(data_dir=tmp_path / "file"), pytest.warns(UserWarning, match="cannot keep"):
+        assert device.ceilings(CPU) == found
+
+
 def test_ceilings_of_this_machine_are_plausible(tmp_path):
     with settings.override(data_dir=tmp_path):
         found = device.ceilings(device.default())

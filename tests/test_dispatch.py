@@ -1,6 +1,8 @@
 """The way of a call: arguments, plans, policy, devices, threads."""
 
+import copy
 import gc
+import pickle
 import subprocess
 import sys
 import threading
@@ -55,6 +57,10 @@ def reference(x, w, eps=1e-6):
         (lambda: rms_norm(X, W, backend="cobol"), "backend must be one of numba, .*, got 'cobol'"),
         (lambda: rms_norm(X, W, config=3), "config= needs backend="),
         (lambda: rms_norm(X, W, backend="numba", config=3), r"config must be numba's Config\(.*\), got 3"),
+        (lambda: rms_norm(X, W, backend=["numba"]), r"backend must be one of .*, got \['numba'\]"),
+        (lambda: rms_norm(X, W, backend="numba", config={"parallel": True}), r"config must be numba's Config"),
+        (lambda: rms_norm(X, W, out=X.to_sparse()), r"out\[0\] must be dense"),
+        (lambda: rms_norm(X, W, out=torch.zeros(4, 8, requires_grad=True)), r"out\[0\] must not require grad"),
         (lambda: rms_norm(X, W, out=W), r"out\[0\] must be fp32\[4, 8\] .*, got fp32\[8\]"),
         (lambda: rms_norm(X, W, out=3), r"out\[0\] must be a Tensor, got int"),
         (lambda: rms_norm(X, W, out=(X, X)), r"out must be 1 tensor\(s\), got 2"),
@@ -70,6 +76,7 @@ def reference(x, w, eps=1e-6):
     ],
 )
 def test_bad_input_is_named(call, message):
+    rms_norm(X, W)  # a recent plan is asked first: it must not take what it should not
     with pytest.raises(BadInput, match=message):
         call()
 
@@ -99,9 +106,20 @@ def test_error_lists_every_refusal_with_the_pip_command(monkeypatch):
         backends.missing.cache_clear()
     said = str(caught.value)
     assert all(f"\n  {kernel}: " in said for kernel in rms_norm.kernels)
-    assert "numba: numba is not installed: pip install 'tilery[numba]'" in said
+    assert "numba: numba is not installed: pip install 'tilery[numba]' (no numba)" in said
     assert "tilelang: tilelang is not installed: pip install 'tilery[tilelang]'" in said
     assert "cuda: needs a CUDA tensor, got one on cpu" in said and "bf16[4, 8] with strides [8, 1] on cpu" in said
+
+
+def test_a_call_without_gradients_does_not_open_the_way_for_one_with():
+    w = torch.nn.Parameter(W.clone())
+    with torch.no_grad():
+        for _ in range(3):
+            rms_norm(X, w)
+    with pytest.raises(NoBackward, match="weight requires grad"):
+        rms_norm(X, w)
+    with torch.no_grad():
+        assert torch.equal(rms_norm(X, w), rms_norm(X, W))
 
 
 @pytest.mark.parametrize("call", [rms_norm, torch.ops.tilery.rms_norm], ids=["direct", "torch.ops"])
@@ -123,6 +141,26 @@ def test_out_is_written():
     out = torch.full_like(X, 7.0)
     assert rms_norm(X, W, out=out) is out
     assert torch.allclose(out, reference(X, W))
+
+
+def test_out_is_seen_by_autograd():
+    out, g = torch.randn(4, 8), torch.randn(4, 8, requires_grad=True)
+    saved = (g * out).sum()
+    rms_norm(X, W, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+
+
+def test_numpys_scalars_are_pythons():
+    for choice in ({}, {"backend": "numba"}):
+        assert torch.equal(rms_norm(X, W, np.float64(0.5), **choice), rms_norm(X, W, 0.5))
+    assert torch.equal(rms_norm(X, W, True), rms_norm(X, W, 1.0))
+
+
+def test_a_copy_of_an_op_is_the_op():
+    holder = {"f": rms_norm}
+    assert copy.deepcopy(holder)["f"] is rms_norm and pickle.loads(pickle.dumps(rms_norm)) is rms_norm
+    assert repr(rms_norm).startswith("<tilery op rms_norm(x: ")
 
 
 def test_key_holds_what_decides_and_nothing_else():
@@ -349,6 +387,8 @@ def test_linear_is_matmul_with_a_bias():
     assert torch.allclose(linear(x, w, bias), torch.nn.functional.linear(x, w, bias), atol=1e-5)
     assert linear(x, w).shape == (2, 3, 5)
     assert linear(torch.randn(0, 8), w).shape == (0, 5)
+    assert torch.equal(linear(torch.randn(4, 0), torch.randn(3, 0)), torch.zeros(4, 3))
+    assert torch.equal(linear(x[0, 0], w, backend="numba"), linear(x, w)[0, 0])
 
 
 def test_buckets_group_what_one_config_may_serve():

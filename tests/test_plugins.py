@@ -6,7 +6,7 @@ import textwrap
 
 LANGUAGE = """
 from tilery.backends import Language
-LANGUAGE = Language("acme", "acme", "acme", "pip install acme", "acme")
+LANGUAGE = Language("acme", ("acme",), "acme", "pip install acme", "acme")
 """
 KERNEL = """
 from dataclasses import dataclass

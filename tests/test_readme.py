@@ -20,6 +20,11 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert first.endswith("tilery bench") and second in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
+def test_pictures_and_links_are_there():
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
 def test_every_op_and_kernel_is_in_the_table():
     for op in REGISTRY.values():
         (row,) = [line for line in README.splitlines() if line.startswith(f"| `{op.name}(")]

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+import tilery
 from tilery import device, settings, tuned
 from tilery.errors import BadTunedFile
 from tilery.op import Bucket, TensorSpec
@@ -43,7 +44,8 @@ def store(tmp_path):
         path = tmp_path / "matmul" / f"{device.slug(torch.device('cpu'))}.json"
         path.parent.mkdir(exist_ok=True)
         document = {"schema": 1, "op": "matmul", "device": "CPU", "entries": text}
-        path.write_text(text if isinstance(text, str) else json.dumps(document, indent=1))
+        data = text if isinstance(text, str | bytes) else json.dumps(document, indent=1)
+        path.write_bytes(data if isinstance(data, bytes) else data.encode())
         tuned.reload()
         return path
 
@@ -96,12 +98,15 @@ def test_the_fastest_in_the_bucket_wins_unless_it_refuses(store, monkeypatch):
 def test_stale_entries_are_used_and_said(store):
     store([entry(dataclasses.asdict(configs()[0]), versions={"numba": "0.1.0"})])
     assert plan().source.startswith("tuned (stale: numba 0.1.0, now ")
+    store([entry(dataclasses.asdict(configs()[0]), versions={"tilery": "0.0.1", "driver": "580"})])
+    assert plan().source == f"tuned (stale: tilery 0.0.1, now {tilery.__version__})"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ('{"schema": 1,\n "entries": [\n  nonsense]}', r"\.json:3: Expecting value; mend it or move it away"),
+        (b"\xff\xfe", r"\.json:1: .*can't decode"),
         ('{"schema": 99, "entries": []}', r'\.json:1: expected {"schema": 1'),
         (
             '{"schema": 1, "entries": [\n{"kernel": "numba"},\n{"config": {}}]}',
@@ -113,7 +118,23 @@ def test_a_corrupt_file_is_an_error_with_its_line_and_stays(store, text, message
     path = store(text)
     with pytest.raises(BadTunedFile, match=message):
         plan()
-    assert path.read_text() == text
+    assert path.read_bytes() == (text if isinstance(text, bytes) else text.encode())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"scaled": 5}, "scaled must be dict, got 5"),
+        ({"scaled": {"m": "64"}}, "scaled m must be a number, got '64'"),
+        ({"ms": None}, "ms must be a number, got None"),
+        ({"versions": None}, "versions must be dict, got None"),
+        ({"config": "fast"}, "config must be dict, got 'fast'"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(store, wrong, message):
+    store([entry({}) | wrong])
+    with pytest.raises(BadTunedFile, match=rf"\.json:\d+: {message}"):
+        plan()
 
 
 def test_the_line_is_that_of_the_bad_entry(store):
@@ -125,7 +146,7 @@ def test_the_line_is_that_of_the_bad_entry(store):
 
 def test_an_unknown_config_field_is_named(store):
     store([entry({"warp_drive": 9})])
-    with pytest.raises(BadTunedFile, match=r"numba has no config .*warp_drive"):
+    with pytest.raises(BadTunedFile, match=r"\.json:\d+: numba has no config .*warp_drive"):
         plan()
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from tilery import errors as errors
     from tilery.dispatch import explain_dispatch as explain_dispatch
     from tilery.ops import linear as linear
     from tilery.ops import matmul as matmul  # type: ignore[no-redef]  # the op, not its folder
@@ -22,10 +23,12 @@ _PUBLIC = {
     "silu_mul": "tilery.ops",
     "softmax": "tilery.ops",
 }
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["__version__", "errors", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("tilery.errors")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'tilery' has no attribute {name!r}")
     value = getattr(import_module(_PUBLIC[name]), name)
@@ -34,4 +37,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted({*globals(), *__all__})

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,12 +93,18 @@ def ceilings(where: torch.device, measure: bool = False) -> Ceilings:
     """Measured once per device, kept in the data folder; `measure` measures again."""
     path = settings.get().data_dir / "ceilings" / f"{slug(where)}.json"
     if path.exists() and not measure:
-        return Ceilings(**json.loads(path.read_text()))
+        try:
+            return Ceilings(**json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            warnings.warn(f"{path} cannot be read ({error}); measuring again", stacklevel=2)
     found = _measured(where)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_text(json.dumps(asdict(found)))
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.tmp")
+        partial.write_text(json.dumps(asdict(found)))
+        partial.replace(path)
+    except OSError as error:
+        warnings.warn(f"{path} cannot keep what was measured: {error}", stacklevel=2)
     return found
 
 

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Any, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
@@ -223,13 +224,15 @@ class Op:
         scalars = [(i, kind.types, kind.decides, args[i]) for i, kind in enumerate(self._kinds) if i >= count]
 
         def takes(given: tuple[Any, ...]) -> bool:
-            tensors, address = given[:count], 0
+            tensors = given[:count]
             for t in tensors:
                 if (type(t) is not Tensor and type(t) is not Parameter) or t.is_nested:
                     return False  # the guards would read the sizes of a nested tensor, which has none
-                address |= t.data_ptr()
-            if address & 15 or not same(*tensors) or (gradients and torch.is_grad_enabled()):
+            if not same(*tensors) or (gradients and torch.is_grad_enabled()):
                 return False
+            for t in tensors:
+                if t.data_ptr() & 15:
+                    return False
             for i, types, decides, value in scalars:
                 if type(given[i]) not in types or (decides and given[i] != value):
                     return False
@@ -287,6 +290,11 @@ class Op:
         self.modules[name] = module
         self.kernels = (*self.kernels, name)
         self.plans.clear()
+
+    @property
+    def folder(self) -> Path:
+        """Where the contract lies, and beside it the kernels and the tuned configs that are shipped."""
+        return Path(inspect.getfile(self.reference)).parent
 
     def __repr__(self) -> str:
         return f"<tilery op {self.name}{self.signature}>"

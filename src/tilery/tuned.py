@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+import tilery
 from tilery import backends, settings
 from tilery.errors import BadTunedFile
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from tilery.op import Bucket, Op
 
 SCHEMA = 1
+_MEND = "mend it or move it away"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Entry:
     versions: dict[str, str]  # driver, CUDA, language, tilery
     device: str
     when: str
+    line: int = 0  # of the file, for errors; not in it
 
     @property
     def source(self) -> str:
@@ -49,12 +54,13 @@ class Entry:
 
 
 def _version(package: str) -> str | None:
-    """The version now of a language named in an entry; None for what cannot be asked without a driver."""
+    """The version now of what an entry names; None for what cannot be asked without a driver."""
+    known = {"tilery": tilery.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
     lang = backends.LANGUAGES.get(package)
-    return backends.version(lang) if lang else None
+    return backends.version(lang) if lang else known.get(package)
 
 
-_FIELDS = {f.name for f in dataclasses.fields(Entry)}
+_FIELDS = {f.name for f in dataclasses.fields(Entry)} - {"line"}
 _listeners: list[Callable[[], None]] = []
 
 
@@ -71,31 +77,42 @@ def reload() -> None:
 
 def folders(op: "Op") -> list[Path]:
     """Where an op's files are, the strongest first."""
-    shipped = Path(__file__).parent / "ops" / op.name / "tuned"
-    return [settings.get().config_dir / op.name, shipped]
+    return [settings.get().config_dir / op.name, op.folder / "tuned"]
 
 
 @functools.lru_cache(maxsize=256)
 def _read(path: Path) -> tuple[Entry, ...]:
     if not path.exists():
         return ()
-    text = path.read_text()
     try:
+        text = path.read_text(encoding="utf-8")
         document = json.loads(text)
     except json.JSONDecodeError as error:
-        raise BadTunedFile(f"{path}:{error.lineno}: {error.msg}; mend it or move it away") from None
+        raise BadTunedFile(f"{path}:{error.lineno}: {error.msg}; {_MEND}") from None
+    except (UnicodeDecodeError, OSError) as error:
+        raise BadTunedFile(f"{path}:1: {error}; {_MEND}") from None
     if (
         not isinstance(document, dict)
         or document.get("schema") != SCHEMA
         or not isinstance(document.get("entries"), list)
     ):
-        raise BadTunedFile(f'{path}:1: expected {{"schema": {SCHEMA}, "entries": [...]}}; mend it or move it away')
-    for i, entry in enumerate(document["entries"]):
-        given = set(entry) if isinstance(entry, dict) else set()
-        if given != _FIELDS:
-            missing, unknown = sorted(_FIELDS - given), sorted(given - _FIELDS)
-            raise BadTunedFile(f"{path}:{_line_of(text, i)}: entry lacks {missing}, has unknown {unknown}")
-    return tuple(Entry(**entry) for entry in document["entries"])
+        raise BadTunedFile(f'{path}:1: expected {{"schema": {SCHEMA}, "entries": [...]}}; {_MEND}')
+    lines = [_line_of(text, i) for i in range(len(document["entries"]))]
+    return tuple(_entry(found, f"{path}:{line}", line) for found, line in zip(document["entries"], lines))
+
+
+def _entry(found: Any, where: str, line: int) -> Entry:
+    given = set(found) if isinstance(found, dict) else set()
+    if given != _FIELDS:
+        missing, unknown = sorted(_FIELDS - given), sorted(given - _FIELDS)
+        raise BadTunedFile(f"{where}: entry lacks {missing}, has unknown {unknown}; {_MEND}")
+    for name, kind in (("kernel", str), ("exact", str), ("scaled", dict), ("config", dict), ("versions", dict)):
+        if not isinstance(found[name], kind):
+            raise BadTunedFile(f"{where}: {name} must be {kind.__name__}, got {found[name]!r}; {_MEND}")
+    for name, value in (("ms", found["ms"]), *((f"scaled {k}", v) for k, v in found["scaled"].items())):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise BadTunedFile(f"{where}: {name} must be a number, got {value!r}; {_MEND}")
+    return Entry(**found, line=line)
 
 
 def _line_of(text: str, index: int) -> int:
@@ -137,7 +154,8 @@ def best(
             try:
                 config = op.kernel(entry.kernel).Config(**entry.config)
             except TypeError as error:
-                raise BadTunedFile(f"{path}: {entry.kernel} has no config {entry.config}: {error}") from None
+                what = f"{entry.kernel} has no config {entry.config}: {error}"
+                raise BadTunedFile(f"{path}:{entry.line}: {what}; {_MEND}") from None
             if dispatch.problem_refusal(op, entry.kernel, specs, config) is None:
                 return dataclasses.replace(entry, config=config)
     return None

@@ -16,15 +16,15 @@ from tilery import device
 @dataclass(frozen=True)
 class Language:
     name: str
-    package: str  # what must be importable
+    packages: tuple[str, ...]  # what must be importable
     distribution: str  # what carries its version
     install: str  # the command that adds it
     glue: str  # module with what is per language and not per op
 
 
-def _language(name: str, package: str, distribution: str, extra: str = "") -> Language:
+def _language(name: str, packages: str, distribution: str, extra: str = "") -> Language:
     install = f"pip install 'tilery[{extra}]'" if extra else f"pip install {distribution}"
-    return Language(name, package, distribution, install, f"tilery.backends.{name}_glue")
+    return Language(name, tuple(packages.split()), distribution, install, f"tilery.backends.{name}_glue")
 
 
 LANGUAGES = {
@@ -37,7 +37,7 @@ LANGUAGES = {
         _language("cuda", "cuda.bindings", "cuda-bindings", "cuda"),
         _language("cupy", "cupy", "cupy-cuda13x", "cupy"),
         _language("numba", "numba", "numba", "numba"),
-        _language("numba_cuda", "numba_cuda", "numba-cuda", "numba-cuda"),
+        _language("numba_cuda", "numba_cuda cuda.core", "numba-cuda", "numba-cuda"),
     )
 }
 
@@ -68,7 +68,8 @@ def version(lang: Language) -> str | None:
 @functools.cache
 def missing(kernel: str) -> str | None:
     lang = language(kernel)
-    return None if installed(lang.package) else f"{lang.name} is not installed: {lang.install}"
+    absent = [package for package in lang.packages if not installed(package)]
+    return f"{lang.name} is not installed: {lang.install} (no {', '.join(absent)})" if absent else None
 
 
 def serves(built: str, present: str) -> bool:

@@ -4,9 +4,12 @@ Numba has no fp16 or bf16, and making a NumPy view of a tensor costs more than a
 addresses and, as its last argument, a number whose type says how elements are stored: `load` and `store` convert.
 """
 
+import functools
 import hashlib
 import os
+import tempfile
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +42,26 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {
 jit = numba.njit(**_OPTIONS)
 
 
-def kernel(function: Any) -> Any:
-    """Compiled on first use, kept on disk. Numba does not notice edits of helpers, so their text names the folder."""
-    users = _config.CACHE_DIR
-    text = Path(__file__).read_bytes()
-    folder = Path(users or settings.get().cache_dir / "numba") / hashlib.sha256(text).hexdigest()[:12]
-    _config.CACHE_DIR = str(folder)  # read while decorating; the user's own kernels keep their folder
+@functools.cache
+def _folder() -> str | None:
+    """Where compiled code is kept. Numba does not notice edits of helpers, so the text of this file is in the name."""
+    name = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    folder = Path(_config.CACHE_DIR or settings.get().cache_dir / "numba") / name
     try:
-        return numba.njit(parallel=True, cache=True, **_OPTIONS)(function)
-    except RuntimeError:  # no folder can be written
-        return numba.njit(parallel=True, **_OPTIONS)(function)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return str(folder)
+    except OSError as error:  # Numba would go to another place and not say so
+        warnings.warn(f"{folder} cannot keep compiled kernels, every process will build them: {error}", stacklevel=2)
+        return None
+
+
+def kernel(function: Any) -> Any:
+    """Compiled on first use, kept on disk."""
+    folder, users = _folder(), _config.CACHE_DIR
+    _config.CACHE_DIR = folder or users  # read while decorating; the user's own kernels keep their folder
+    try:
+        return numba.njit(parallel=True, cache=folder is not None, **_OPTIONS)(function)
     finally:
         _config.CACHE_DIR = users
 

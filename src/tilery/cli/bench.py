@@ -1,10 +1,13 @@
 """`tilery bench`: checked first, then timed in turns with what a user would run instead."""
 
+import io
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from tilery.cli import common
 
@@ -44,35 +47,41 @@ def bench(
     from tilery.workbench.compile import Compiler
     from tilery.workbench.result import write_csv
 
+    common.require_writable(csv)
+    common.require_writable(svg)
     chosen = common.chosen_ops(ops)
     common.require_known(chosen, backend)
     rows: list[Row] = []
     with Compiler() as compiler, common.progress(len(chosen)) as (say, count):
         for op in chosen:
-            given = common.parsed_case(op, case) if case else None
+            given = common.parsed_case(op, case) if case is not None else None
             rows += workbench.bench(op, common.chosen_kernels(op, backend), given, compiler, rounds, say)
             count()
     if csv:
         write_csv(rows, csv)
+    table = _table(rows)
+    if svg:
+        _draw(table, svg)
     if json:
         common.print_json(rows)
     else:
-        _print(rows, svg)
+        common.console().print(table)
     raise typer.Exit(1 if any(row.status == "fail" for row in rows) else 0)
 
 
-def _print(rows: "list[Row]", svg: Path | None) -> None:
-    from rich.console import Console
-
+def _table(rows: "list[Row]") -> Table:
     from tilery.workbench.result import machine
 
     here = machine()
     title = f"tilery bench on {here['gpu'] or here['cpu']}, torch {here['torch']}"
-    console = Console(record=True, width=150) if svg else common.console()
-    console.print(common.table(title, _COLUMNS, map(_line, rows), _RIGHT))
-    if svg:
-        picture = console.export_svg(title="tilery bench")
-        svg.write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))  # no fonts from the network
+    return common.table(title, _COLUMNS, map(_line, rows), _RIGHT)
+
+
+def _draw(table: Table, svg: Path) -> None:
+    console = Console(record=True, width=150, file=io.StringIO())
+    console.print(table)
+    picture = console.export_svg(title="tilery bench")
+    svg.write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))  # no fonts from the network
 
 
 def _line(row: "Row") -> tuple[str, ...]:

@@ -22,7 +22,7 @@ def check(
     rows: list[Row] = []
     with Compiler() as compiler, common.progress(sum(len(op.kernels) for op in chosen)) as (say, count):
         for op in chosen:
-            cases = [common.parsed_case(op, case)] if case else op.cases["test"]
+            cases = [common.parsed_case(op, case)] if case is not None else op.cases["test"]
             for kernel in common.chosen_kernels(op, backend):
                 rows += workbench.rows(op, [kernel], cases, compiler, say)
                 count()

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -58,6 +59,8 @@ def parsed_case(op: "Op", text: str) -> "Case":
     """`m=64,n=4096,dtype=bf16` against the parameters of the op's inputs."""
     from tilery.op import Case
 
+    if not text.strip():
+        raise BadInput("--case must name a case by its numbers: m=64,n=4096,dtype=bf16; got nothing")
     known = {n: p for n, p in inspect.signature(op.inputs).parameters.items() if n not in ("device", "seed")}
     params: dict[str, Any] = {}
     for part in text.split(","):
@@ -74,6 +77,12 @@ def parsed_case(op: "Op", text: str) -> "Case":
     if missing:
         raise BadInput(f"--case for {op.name} needs {', '.join(missing)}, got {text!r}")
     return Case(params)
+
+
+def require_writable(path: Path | None) -> None:
+    """Before an hour's work, not after it."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise BadInput(f"{path} must lie in a folder that is there, got {path.absolute().parent}")
 
 
 @contextmanager

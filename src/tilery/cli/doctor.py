@@ -54,19 +54,21 @@ def _tools() -> list[dict[str, str]]:
     from tilery.backends import toolkit
     from tilery.errors import ToolMissing
 
+    def found(tool: str) -> str:
+        try:
+            return str(toolkit.find(tool))
+        except ToolMissing:
+            return ""
+
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    try:
-        cuobjdump = str(toolkit.find("cuobjdump"))
-    except ToolMissing:
-        cuobjdump = ""
     python = ".".join(platform.python_version_tuple()[:2])
     return [
         _tool("C compiler", compiler or "", "Triton's launcher on a GPU", "apt-get install gcc"),
         _tool("Python headers", str(header) if header.exists() else "", "Triton's launcher on a GPU",
               f"apt-get install python{python}-dev"),
-        _tool("cuobjdump", cuobjdump, "registers, spills, SASS", "pip install 'tilery[nvcc]'"),
-        _tool("nvcc", shutil.which("nvcc") or "", "TileLang on a GPU", "pip install 'tilery[nvcc]'"),
+        _tool("cuobjdump", found("cuobjdump"), "registers, spills, SASS", "pip install 'tilery[nvcc]'"),
+        _tool("nvcc", found("nvcc"), "TileLang on a GPU", "pip install 'tilery[nvcc]'"),
     ]  # fmt: skip
 
 

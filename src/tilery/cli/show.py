@@ -18,7 +18,7 @@ def show(
     json: common.Json = False,
 ) -> None:
     """Show source, IR, CUDA, PTX or SASS of a kernel, with registers, spills and shared memory. Needs no GPU."""
-    from tilery import backends
+    from tilery import backends, device, dispatch
     from tilery.errors import BadInput, ToolMissing
     from tilery.workbench import inspect
     from tilery.workbench.compile import Compiler, specs_for
@@ -36,13 +36,17 @@ def show(
     arch = arch or (COMPILE_ARCH if COMPILE_ARCH in archs else archs[0])
     if arch not in archs:
         raise BadInput(f"--arch: {op} {backend} builds for {', '.join(archs)}, got {arch!r}")
-    chosen = (
-        common.parsed_case(contract, case) if case else contract.cases["bench" if arch != "cpu" else "bench_cpu"][-1]
-    )
+    own = contract.cases["bench_cpu" if arch == "cpu" else "bench"][-1]
+    chosen = common.parsed_case(contract, case) if case is not None else own
+    if stage == "source" and not json:
+        print(inspect.source(contract, backend))
+        return
+    specs = specs_for(contract, chosen, "cpu" if arch == "cpu" else "cuda:0")
+    with device.pretend(arch):
+        if why := dispatch.problem_refusal(contract, backend, specs):
+            raise BadInput(f"{op} {backend} refuses {chosen}: {why}")
     with Compiler() as compiler:
-        artifact = compiler.compile(
-            op, backend, specs_for(contract, chosen, "cpu" if arch == "cpu" else "cuda:0"), arch
-        )
+        artifact = compiler.compile(op, backend, specs, arch)
     row = Row(
         op, backend, str(chosen), "compiled", arch=arch,
         registers=artifact.registers, spills=artifact.spills, shared=artifact.shared,
