@@ -64,7 +64,7 @@ def inputs(
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
-    kernels=("numba", "gluon", "triton", "tilelang", "cutile", "cuda", "cupy", "numba_cuda"),
+    kernels=("numba", "triton", "gluon", "tilelang", "cutile", "cuda", "cupy", "numba_cuda"),
     baselines={"baseline:torch": torch.matmul},
     cases={
         "test": [
