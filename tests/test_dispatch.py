@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tilery
 from tilery import backends, dispatch, settings, tuned
 from tilery.errors import BadInput, NoBackend, NoBackward
-from tilery.op import REGISTRY, Bucket, TensorSpec
+from tilery.op import REGISTRY
 from tilery.ops import linear, matmul, rms_norm, silu_mul, softmax
+from tilery.spec import Bucket, TensorSpec
 
 X, W = torch.randn(4, 8), torch.randn(8)
 A, B = torch.randn(4, 8), torch.randn(8, 6)

@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilery.ops
 from tilery.errors import BadInput
-from tilery.op import REGISTRY, Bucket, Cost, Op, TensorSpec, case
+from tilery.op import REGISTRY, Op
+from tilery.spec import Bucket, Cost, TensorSpec, case
 
 OPS = pytest.mark.parametrize("op", list(REGISTRY.values()), ids=lambda op: op.name)
 

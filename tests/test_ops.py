@@ -10,7 +10,8 @@ import torch
 import tilery.ops
 from tilery import backends, device, dispatch
 from tilery.errors import Wrong
-from tilery.op import REGISTRY, case
+from tilery.op import REGISTRY
+from tilery.spec import case
 from tilery.workbench.check import check, conform
 from tilery.workbench.compile import specs_for
 from tilery.workbench.place import place

@@ -24,7 +24,8 @@ def run(outs, args, config): torch.softmax(args[0], -1, out=outs[0])
 OP = """
 import torch
 from torch import Tensor
-from tilery.op import op, Cost, Bucket, TensorSpec, case
+from tilery.op import op
+from tilery.spec import Cost, Bucket, TensorSpec, case
 @op(check=lambda x: None, outputs=lambda x: (x,), cost=lambda x: Cost(1, x.nbytes), bucket=lambda x: Bucket("", {}),
     inputs=lambda m, device, seed: {"x": torch.randn(m, device=device)}, cases={"test": [case(m=3)]},
     allowed={torch.float32: 1e-6}, kernels=(), baselines={})

@@ -9,8 +9,8 @@ import torch
 import tilery
 from tilery import device, settings, tuned
 from tilery.errors import BadTunedFile
-from tilery.op import Bucket, TensorSpec
 from tilery.ops import matmul
+from tilery.spec import Bucket, TensorSpec
 
 K, N, M = 256, 8192, 4096
 B = TensorSpec.contiguous((K, N), torch.float32, "cpu")

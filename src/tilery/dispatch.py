@@ -19,9 +19,10 @@ from torch._C._dynamo import guards
 
 from tilery import backends, device, settings, tuned
 from tilery.errors import BadInput, NoBackend, require
+from tilery.spec import TensorSpec, require_dense
 
 if TYPE_CHECKING:
-    from tilery.op import Op, TensorSpec
+    from tilery.op import Op
 
 _RECENT = 8
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # absent from CPU builds
@@ -37,8 +38,8 @@ class Plan:
     config: Any
     source: str  # explicit, tuned (with what is stale) or default
     device: torch.device
-    outs: tuple["TensorSpec", ...]
-    workspace: tuple["TensorSpec", ...]
+    outs: tuple[TensorSpec, ...]
+    workspace: tuple[TensorSpec, ...]
     run: Callable[..., None]
     mutated: tuple[int, ...] = ()
     refusals: dict[str, str] = field(default_factory=dict)
@@ -74,8 +75,6 @@ class Plan:
             torch.autograd.graph.increment_version(args[i])
 
     def _destination(self, args: tuple[Any, ...], out: Any) -> tuple[Tensor, ...]:
-        from tilery.op import TensorSpec, require_dense
-
         outs = packed(out)
         require(len(outs) == len(self.outs), f"{self.op}: out must be {len(self.outs)} tensor(s), got {len(outs)}")
         for i, (given, want) in enumerate(zip(outs, self.outs)):
@@ -93,7 +92,7 @@ class Plan:
         return outs
 
 
-def _maker(spec: "TensorSpec") -> Callable[[], Tensor]:
+def _maker(spec: TensorSpec) -> Callable[[], Tensor]:
     """Makes an output on the current device by the functions that torch.compile's code uses, in half the time."""
     make = getattr(guards, f"_empty_strided_{spec.device.type}", None)
     return partial(make, tuple(spec.shape), tuple(spec.strides), spec.dtype) if make else spec.empty
@@ -189,7 +188,7 @@ def load_kernel(op: "Op", name: str) -> ModuleType:
 
 def refusal(op: "Op", name: str, specs: tuple[Any, ...], config: Any = None) -> str | None:
     """Why the kernel cannot take this problem on the specs' own device, in a sentence; None if it can."""
-    where = next(s.device for s in specs if hasattr(s, "device"))
+    where = next(s.device for s in specs if isinstance(s, TensorSpec))
     return environment_refusal(op, name, where, specs) or problem_refusal(op, name, specs, config)
 
 
@@ -232,12 +231,12 @@ def decide(op: "Op", specs: tuple[Any, ...], backend: str | None, config: Any) -
     if explain:
         for name in asked:
             able(name)
-    where = next(s.device for s in specs if hasattr(s, "device"))
+    where = next(s.device for s in specs if isinstance(s, TensorSpec))
     entry = tuned.best(op, specs, asked, able, device.slug(where)) if config is None else None
     chosen = entry.kernel if entry is not None else next(filter(able, asked), None)
     if chosen is None:
         reasons = "".join(f"\n  {name}: {why}" for name, why in refusals.items())
-        given = ", ".join(str(s) for s in specs if hasattr(s, "device"))
+        given = ", ".join(str(s) for s in specs if isinstance(s, TensorSpec))
         raise NoBackend(f"{op.name}: no kernel takes ({given}):{reasons}")
     kernel, source = load_kernel(op, chosen), "explicit"
     if entry is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilery.errors import BadInput
-from tilery.op import DTYPES
+from tilery.spec import DTYPES
 
 # How a matrix may lie in memory. `far` puts its rows more than 2**31 elements apart: memory that is never
 # touched, so never committed on a CPU.

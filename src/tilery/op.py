@@ -2,12 +2,11 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from math import prod
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
-from typing import Any, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -16,86 +15,7 @@ from torch.nn import Parameter
 
 from tilery import dispatch
 from tilery.errors import BadInput, NoBackward, require
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
-
-
-class TensorSpec(NamedTuple):
-    """What may be known of a tensor before it runs: metadata, never data."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device  # type and index: cpu, cuda:0 and cuda:1 are three devices
-    aligned: bool  # data starts on 16 bytes: what vector loads need and a slice may lose
-
-    @classmethod
-    def of(cls, t: Tensor, aligned: bool | None = None) -> "TensorSpec":
-        """`aligned` is given for tensors without an address (fake, meta)."""
-        return cls(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0 if aligned is None else aligned)
-
-    @classmethod
-    def contiguous(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> "TensorSpec":
-        strides: list[int] = []
-        step = 1
-        for size in reversed(shape):
-            strides.insert(0, step)
-            step *= cast(int, torch.sym_max(size, 1))  # torch counts an empty dimension as 1; sizes may be symbolic
-        return cls(tuple(shape), tuple(strides), dtype, torch.device(device), True)
-
-    def empty(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-
-    def stride(self, dim: int) -> int:
-        """Spelled as on a tensor, so that one function serves a launch and a compile."""
-        return self.strides[dim]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        where = f"{self.device}" + ("" if self.aligned else ", not 16-byte aligned")
-        return f"{dtype_name(self.dtype)}{list(self.shape)} with strides {list(self.strides)} on {where}"
-
-
-class Cost(NamedTuple):
-    flops: int  # least arithmetic the op needs
-    bytes: int  # least memory traffic the op needs
-
-
-class Bucket(NamedTuple):
-    exact: str  # must be the same for a tuned config to carry over
-    scaled: dict[str, int]  # may grow up to the next tuned value
-
-
-@dataclass(frozen=True)
-class Case:
-    params: dict[str, Any]  # arguments of the op's `inputs`, plain data
-    refused_by: dict[str, str] = field(default_factory=dict)  # kernel -> words its refusal must contain
-
-    def __str__(self) -> str:
-        return ",".join(f"{name}={value}" for name, value in self.params.items())
-
-
-def case(refused_by: Mapping[str, str] | None = None, **params: Any) -> Case:
-    return Case(params, dict(refused_by or {}))
-
-
-@dataclass(frozen=True)
-class Artifact:
-    """What a compiler made of a kernel; plain data, so that it crosses processes."""
-
-    arch: str
-    code: dict[str, str]  # stage -> text: "ir", "cuda", "ptx", "asm"; SASS is read from the cubin when asked for
-    cubin: bytes | None = None
-    registers: int | None = None  # per thread; None where the language does not say
-    spills: int | None = None  # bytes of stack per thread: spilled registers live there
-    shared: int | None = None  # bytes per block, static and dynamic
+from tilery.spec import Bucket, Case, Cost, TensorSpec, require_dense
 
 
 class _Kind(NamedTuple):
@@ -393,12 +313,6 @@ def _named(name: str) -> "Op":
     import tilery.ops  # noqa: F401  fills the registry
 
     return REGISTRY[name]
-
-
-def require_dense(what: str, t: Tensor) -> None:
-    require(not t.is_nested, f"{what} must be a plain tensor, got a nested one")
-    require(t.layout is torch.strided, f"{what} must be dense (torch.strided), got {t.layout}; call .to_dense() on it")
-    require(not t.is_neg(), f"{what} must hold its values, got a lazily negated view; call .resolve_neg() on it")
 
 
 def op(**contract: Any) -> Callable[[Callable[..., Any]], Op]:

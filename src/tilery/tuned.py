@@ -15,9 +15,10 @@ import torch
 import tilery
 from tilery import backends, settings
 from tilery.errors import BadTunedFile
+from tilery.spec import Bucket
 
 if TYPE_CHECKING:
-    from tilery.op import Bucket, Op
+    from tilery.op import Op
 
 SCHEMA = 1
 _MEND = "mend it or move it away"
@@ -126,7 +127,7 @@ def _line_of(text: str, index: int) -> int:
     return text.count("\n", 0, at) + 1
 
 
-def nearest(entries: Iterable[Entry], want: "Bucket") -> list[Entry]:
+def nearest(entries: Iterable[Entry], want: Bucket) -> list[Entry]:
     """Entries of the smallest bucket with the same exact part and no scaled value below the wanted, fastest first."""
     fits = [
         e for e in entries if e.exact == want.exact and all(e.scaled.get(k, -1) >= v for k, v in want.scaled.items())

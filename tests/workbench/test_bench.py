@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tilery.op import REGISTRY, case
+from tilery.op import REGISTRY
+from tilery.spec import case
 from tilery.workbench.bench import bench
 
 SMALL = case(m=64, n=256, dtype="fp32")

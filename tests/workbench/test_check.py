@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tilery.errors import Wrong
-from tilery.op import REGISTRY, case
+from tilery.op import REGISTRY
+from tilery.spec import case
 from tilery.workbench import check as workbench
 from tilery.workbench.check import check, error
 

@@ -8,7 +8,8 @@ import torch
 
 import tilery.ops
 from tilery.errors import CompileFailed
-from tilery.op import REGISTRY, TensorSpec
+from tilery.op import REGISTRY
+from tilery.spec import TensorSpec
 from tilery.workbench import compile as workbench
 from tilery.workbench import inspect
 from tilery.workbench.compile import Compiler

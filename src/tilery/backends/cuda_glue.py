@@ -17,7 +17,7 @@ from cuda.bindings import driver, nvrtc
 from tilery import device, settings
 from tilery.backends import cubin, toolkit
 from tilery.errors import CompileFailed, ToolMissing
-from tilery.op import Artifact, TensorSpec
+from tilery.spec import Artifact, TensorSpec
 
 TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 

@@ -11,7 +11,7 @@ from cupy.cuda import nvrtc
 from tilery import device
 from tilery.backends import cubin
 from tilery.errors import CompileFailed
-from tilery.op import Artifact
+from tilery.spec import Artifact
 
 TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 

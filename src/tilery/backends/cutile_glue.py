@@ -13,7 +13,7 @@ from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSign
 
 from tilery.backends import cubin, toolkit
 from tilery.errors import CompileFailed, ToolMissing
-from tilery.op import Artifact, TensorSpec
+from tilery.spec import Artifact, TensorSpec
 
 _DTYPE = {torch.float32: ct.float32, torch.bfloat16: ct.bfloat16, torch.float16: ct.float16}
 _MOST_BLOCKS = 2**24 - 1  # cuTile numbers its blocks in 24 bits

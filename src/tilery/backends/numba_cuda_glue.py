@@ -20,7 +20,7 @@ from numba.cuda.types import CPointer, float16, float32, int32, uint16, uint32
 from tilery import device
 from tilery.backends import cubin, toolkit
 from tilery.errors import CompileFailed
-from tilery.op import Artifact
+from tilery.spec import Artifact
 
 # NumPy 2.5 dropped row_stack, an old name of vstack that numba-cuda 0.30 asks for when it first compiles.
 if not hasattr(np, "row_stack"):

@@ -23,7 +23,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from tilery import settings
-from tilery.op import Artifact, TensorSpec
+from tilery.spec import Artifact, TensorSpec
 
 f32 = np.float32
 _STORAGE = {torch.float32: np.float32(0), torch.float16: np.int16(0), torch.bfloat16: np.uint16(0)}

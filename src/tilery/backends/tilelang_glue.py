@@ -13,7 +13,7 @@ from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
 from tilery import backends, device
 from tilery.backends import cubin, toolkit
-from tilery.op import Artifact
+from tilery.spec import Artifact
 
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 

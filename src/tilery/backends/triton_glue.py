@@ -11,7 +11,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from tilery.backends import cubin
 from tilery.errors import CompileFailed
-from tilery.op import Artifact, TensorSpec
+from tilery.spec import Artifact, TensorSpec
 
 _POINTER = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when a kernel is decorated

@@ -17,7 +17,8 @@ from rich.table import Table
 from tilery.errors import BadInput
 
 if TYPE_CHECKING:
-    from tilery.op import Case, Op
+    from tilery.op import Op
+    from tilery.spec import Case
     from tilery.workbench.result import Row
 
 Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to take; all of them if none is named.")]
@@ -57,7 +58,7 @@ def require_known(ops: "list[Op]", asked: list[str] | None) -> None:
 
 def parsed_case(op: "Op", text: str) -> "Case":
     """`m=64,n=4096,dtype=bf16` against the parameters of the op's inputs."""
-    from tilery.op import Case
+    from tilery.spec import Case
 
     if not text.strip():
         raise BadInput("--case must name a case by its numbers: m=64,n=4096,dtype=bf16; got nothing")

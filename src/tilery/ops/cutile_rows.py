@@ -6,8 +6,8 @@ from typing import Any
 import cuda.tile as ct
 
 from tilery.backends import cutile_glue
-from tilery.op import TensorSpec
 from tilery.ops.rows import rows
+from tilery.spec import TensorSpec
 
 archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 

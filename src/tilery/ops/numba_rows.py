@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from tilery.backends import numba_glue
-from tilery.op import TensorSpec
 from tilery.ops.rows import rows
+from tilery.spec import TensorSpec
 
 archs = ("cpu",)
 

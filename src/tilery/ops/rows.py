@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from tilery import inputs
 from tilery.errors import require
-from tilery.op import Bucket, Case, Cost, TensorSpec, case, dtype_name
+from tilery.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
 
 
 class Rows(NamedTuple):

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from tilery import device, dispatch, timing
-from tilery.op import Case, Cost, Op
+from tilery.op import Op
+from tilery.spec import Case, Cost
 from tilery.workbench.check import checked
 from tilery.workbench.compile import Compiler
 from tilery.workbench.place import not_run, place

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tilery import device, dispatch
 from tilery.errors import BadInput, Wrong
-from tilery.op import Case, Op
+from tilery.op import Op
+from tilery.spec import Case
 from tilery.workbench.compile import Compiler, specs_for
 from tilery.workbench.place import Place, not_run, place
 from tilery.workbench.result import Row

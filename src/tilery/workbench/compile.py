@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tilery.errors import CompileFailed
-from tilery.op import Artifact, Case, Op, TensorSpec
+from tilery.op import Op
+from tilery.spec import Artifact, Case, TensorSpec
 
 _LENGTH = 8  # bytes before every message
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from tilery.backends import cubin
 from tilery.errors import BadInput
-from tilery.op import Artifact, Op
+from tilery.op import Op
+from tilery.spec import Artifact
 
 STAGES = ("source", "ir", "cuda", "ptx", "sass", "asm")
 

@@ -6,7 +6,8 @@ import torch
 
 from tilery import backends, device, dispatch
 from tilery.errors import CompileFailed
-from tilery.op import Case, Op
+from tilery.op import Op
+from tilery.spec import Case
 from tilery.workbench.compile import Compiler, specs_for
 from tilery.workbench.result import Row
 

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.errors import require
-from tilery.op import Bucket, Cost, TensorSpec, case, dtype_name, op
+from tilery.op import op
+from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
 # fp32 is true fp32: tf32 would give 3e-4. One running fp32 sum of 2**14 products gives 2.2e-6.
 ALLOWED = {torch.float32: 5e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from tilery.backends import cuda_glue
-from tilery.op import Artifact, TensorSpec
 from tilery.ops.matmul import layout
+from tilery.spec import Artifact, TensorSpec
 
 archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 

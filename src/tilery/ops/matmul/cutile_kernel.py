@@ -7,8 +7,8 @@ import torch
 
 from tilery.backends import cutile_glue
 from tilery.backends.cutile_glue import Launch
-from tilery.op import Artifact, TensorSpec
 from tilery.ops.matmul import outputs
+from tilery.spec import Artifact, TensorSpec
 
 archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 

@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilery import device
 from tilery.backends import gluon_glue
-from tilery.op import Artifact, TensorSpec, dtype_name
 from tilery.ops.matmul import layout, outputs
+from tilery.spec import Artifact, TensorSpec, dtype_name
 
 archs = ("sm_90",)  # wgmma
 

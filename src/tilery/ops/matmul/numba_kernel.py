@@ -9,8 +9,8 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import COLUMNS, DEPTH, FP32, ROWS, at, f32, load, multiply, store
-from tilery.op import Artifact, TensorSpec
 from tilery.ops.matmul import outputs
+from tilery.spec import Artifact, TensorSpec
 
 archs = ("cpu",)
 

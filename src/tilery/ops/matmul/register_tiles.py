@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tilery.op import TensorSpec
+from tilery.spec import TensorSpec
 
 archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 

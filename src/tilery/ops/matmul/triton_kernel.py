@@ -8,8 +8,8 @@ import triton.language as tl
 
 from tilery import device
 from tilery.backends import triton_glue
-from tilery.op import Artifact, TensorSpec
 from tilery.ops.matmul import outputs
+from tilery.spec import Artifact, TensorSpec
 
 archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 

@@ -4,8 +4,9 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.errors import require
-from tilery.op import Bucket, Cost, TensorSpec, dtype_name, op
+from tilery.op import op
 from tilery.ops import rows
+from tilery.spec import Bucket, Cost, TensorSpec, dtype_name
 
 # Rounding the result to bf16 alone costs 1.7e-3, to fp16 2.1e-4.
 ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from tilery.backends import cuda_glue
-from tilery.op import Artifact, TensorSpec
 from tilery.ops import block_rows, cuda_rows
 from tilery.ops.block_rows import Config
 from tilery.ops.rows import rows
+from tilery.spec import Artifact, TensorSpec
 
 archs = block_rows.archs
 

@@ -1,10 +1,10 @@
 """One block per row: its threads stride along the row, warps add by shuffles, then all scale what they read again."""
 
 from tilery.backends import cupy_glue
-from tilery.op import Artifact, TensorSpec
 from tilery.ops import block_rows
 from tilery.ops.block_rows import Config
 from tilery.ops.rows import rows
+from tilery.spec import Artifact, TensorSpec
 
 archs = block_rows.archs
 

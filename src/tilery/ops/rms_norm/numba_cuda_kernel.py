@@ -7,10 +7,10 @@ from numba import cuda
 from numba.cuda.types import float32, float64, int64, void
 
 from tilery.backends import numba_cuda_glue
-from tilery.op import Artifact, TensorSpec
 from tilery.ops import block_rows
 from tilery.ops.block_rows import Config
 from tilery.ops.rows import rows
+from tilery.spec import Artifact, TensorSpec
 
 archs = block_rows.archs
 

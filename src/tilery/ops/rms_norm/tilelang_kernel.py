@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import tilelang.language as T
 
 from tilery.backends import tilelang_glue
-from tilery.op import Artifact, TensorSpec
 from tilery.ops.rows import rows
+from tilery.spec import Artifact, TensorSpec
 
 archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 

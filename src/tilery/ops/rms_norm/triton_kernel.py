@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
-from tilery.op import Artifact, TensorSpec
 from tilery.ops import triton_rows
 from tilery.ops.rms_norm import outputs
 from tilery.ops.rows import rows
+from tilery.spec import Artifact, TensorSpec
 
 archs = triton_rows.archs
 Config = triton_rows.Config

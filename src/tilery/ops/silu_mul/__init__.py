@@ -3,8 +3,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilery import inputs as draw
-from tilery.op import Bucket, Cost, TensorSpec, case, op
+from tilery.op import op
 from tilery.ops import rows
+from tilery.spec import Bucket, Cost, TensorSpec, case
 
 ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 

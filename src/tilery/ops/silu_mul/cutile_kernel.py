@@ -4,10 +4,10 @@ import cuda.tile as ct
 
 from tilery.backends import cutile_glue
 from tilery.backends.cutile_glue import Launch
-from tilery.op import Artifact, TensorSpec
 from tilery.ops import cutile_rows
 from tilery.ops.cutile_rows import Config, matrix
 from tilery.ops.silu_mul import outputs
+from tilery.spec import Artifact, TensorSpec
 
 archs = cutile_rows.archs
 

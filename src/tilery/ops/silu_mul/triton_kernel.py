@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
-from tilery.op import Artifact, TensorSpec
 from tilery.ops.rows import rows
 from tilery.ops.silu_mul import outputs
+from tilery.spec import Artifact, TensorSpec
 
 archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 

@@ -5,11 +5,11 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import at, exp, f32, load, rank, store, unrank
-from tilery.op import Artifact, TensorSpec
 from tilery.ops import numba_rows
 from tilery.ops.numba_rows import Config
 from tilery.ops.rows import rows
 from tilery.ops.softmax import outputs
+from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs
 

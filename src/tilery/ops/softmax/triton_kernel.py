@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
-from tilery.op import Artifact, TensorSpec
 from tilery.ops import triton_rows
 from tilery.ops.rows import rows
 from tilery.ops.softmax import outputs
+from tilery.spec import Artifact, TensorSpec
 
 archs = triton_rows.archs
 Config = triton_rows.Config
