@@ -59,6 +59,11 @@ def test_a_failed_check_exits_1(monkeypatch):
     assert "output 0 has error 1.00e+00" in said
 
 
+def test_check_takes_a_set_by_its_name():
+    rows = run_json("check", "rms_norm", "-b", "numba", "--shapes", "quick")["rows"]
+    assert [r["case"] for r in rows] == ["m=16,n=4096,dtype=bf16", "m=4096,n=4096,dtype=bf16"]
+
+
 @CPU_ONLY
 def test_check_compiles_what_cannot_run():
     rows = run_json("check", "softmax", "-b", "cuda")["rows"]
@@ -106,6 +111,8 @@ def test_cache_shows_and_clears(monkeypatch, tmp_path):
         (("check", "softmax", "--case", "rows=3"), "--case for softmax takes m, n, dtype, .*, got 'rows=3'"),
         (("check", "softmax", "--case", "m=x,n=3"), "m must be a whole number, got 'x'"),
         (("check", "matmul", "--case", "m=3"), "needs n, k, got 'm=3'"),
+        (("check", "--shapes", "llama-9000b"), "--shapes must be one of llama-8b, .*, got 'llama-9000b'"),
+        (("bench", "--shapes", "quick", "--case", "m=3,n=4"), "--case and --shapes exclude each other"),
         (("check", "--case", ""), "--case must name a case by its numbers"),
         (("check", "softmax", "-b", "numba", "--case", "m=3,n=3,special=odd"), "special must be .*, got 'odd'"),
         (("bench", "--csv", "/no/such/folder/x.csv"), "must lie in a folder that is there, got /no/such/folder"),

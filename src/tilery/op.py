@@ -47,6 +47,7 @@ class Op:
     allowed: dict[torch.dtype, float]  # greatest rms(out - ref) / rms(ref), by output dtype
     kernels: tuple[str, ...]  # "language" or "language.variant", in order of preference
     baselines: dict[str, Callable[..., Any]]  # "baseline:..." -> what a user would run otherwise
+    model_sizes: Callable[..., list[dict[str, int]]] = lambda model: []  # a model -> case params but m and dtype
     runtime: tuple[str, ...] = ()  # scalars that no decision depends on: not in the key, unseen by the functions above
     mutates: tuple[str, ...] = ()  # tensors written in place; such an op is named `op_`
     backward: Callable[..., Any] | None = (

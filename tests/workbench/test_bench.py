@@ -11,7 +11,7 @@ SMALL = case(m=64, n=256, dtype="fp32")
 
 
 def rows(op, kernels, compiler, given=SMALL):
-    return {row.kernel: row for row in bench(REGISTRY[op], kernels, given, compiler, rounds=6)}
+    return {row.kernel: row for row in bench(REGISTRY[op], kernels, [given], compiler, rounds=6)}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU nothing needs to be compiled")

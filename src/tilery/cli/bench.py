@@ -37,6 +37,7 @@ def bench(
     ops: common.Ops = None,
     backend: common.Backends = None,
     case: common.CaseText = None,
+    shapes: common.Shapes = None,
     rounds: Annotated[int, typer.Option(min=6, help="Every arm is timed once a round.")] = 20,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the table as a picture.")] = None,
@@ -54,7 +55,7 @@ def bench(
     rows: list[Row] = []
     with Compiler() as compiler, common.progress(len(chosen)) as (say, count):
         for op in chosen:
-            given = common.parsed_case(op, case) if case is not None else None
+            given = common.chosen_cases(op, case, shapes)
             rows += workbench.bench(op, common.chosen_kernels(op, backend), given, compiler, rounds, say)
             count()
     if csv:

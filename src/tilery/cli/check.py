@@ -11,7 +11,11 @@ if TYPE_CHECKING:
 
 
 def check(
-    ops: common.Ops = None, backend: common.Backends = None, case: common.CaseText = None, json: common.Json = False
+    ops: common.Ops = None,
+    backend: common.Backends = None,
+    case: common.CaseText = None,
+    shapes: common.Shapes = None,
+    json: common.Json = False,
 ) -> None:
     """Check kernels against a float64 reference; what cannot run here is compiled."""
     from tilery.workbench import check as workbench
@@ -22,7 +26,7 @@ def check(
     rows: list[Row] = []
     with Compiler() as compiler, common.progress(sum(len(op.kernels) for op in chosen)) as (say, count):
         for op in chosen:
-            cases = [common.parsed_case(op, case)] if case is not None else op.cases["test"]
+            cases = common.chosen_cases(op, case, shapes) or op.cases["test"]
             for kernel in common.chosen_kernels(op, backend):
                 rows += workbench.rows(op, [kernel], cases, compiler, say)
                 count()

@@ -26,6 +26,8 @@ Backends = Annotated[list[str] | None, typer.Option("--backend", "-b", help="Ker
 CaseText = Annotated[str | None, typer.Option("--case", help="A case by its numbers: m=64,n=4096,k=8192,dtype=bf16.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object alone on stdout.")]
 
+Shapes = Annotated[str | None, typer.Option("--shapes", help="A named set: llama-8b, qwen3-8b, deepseek-v3, quick …")]
+
 STYLE = {"pass": "green", "fail": "bold red", "refused": "yellow", "compiled": "cyan", "skipped": "dim"}
 
 
@@ -78,6 +80,17 @@ def parsed_case(op: "Op", text: str) -> "Case":
     if missing:
         raise BadInput(f"--case for {op.name} needs {', '.join(missing)}, got {text!r}")
     return Case(params)
+
+
+def chosen_cases(op: "Op", case: str | None, shapes: str | None) -> "list[Case] | None":
+    """By --case, by --shapes, or None for the op's own."""
+    from tilery.workbench.shapes import cases
+
+    if case is not None and shapes is not None:
+        raise BadInput("--case and --shapes exclude each other, got both")
+    if case is not None:
+        return [parsed_case(op, case)]
+    return cases(op, shapes) if shapes is not None else None
 
 
 def require_writable(path: Path | None) -> None:

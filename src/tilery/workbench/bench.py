@@ -21,22 +21,22 @@ Progress = Callable[[str], None]
 
 
 def bench(
-    op: Op, kernels: list[str], given: Case | None, compiler: Compiler, rounds: int = 20,
+    op: Op, kernels: list[str], given: list[Case] | None, compiler: Compiler, rounds: int = 20,
     progress: Progress = lambda _: None,
 ) -> Iterator[Row]:  # fmt: skip
-    """Every kernel on the given case or on its device's own; with each timed case, its baselines."""
+    """Every kernel on the given cases or on its device's own; with each timed case, its baselines."""
     places = {kernel: place(op, kernel) for kernel in kernels}
     for where, own in ((device.default(), "bench"), (torch.device("cpu"), "bench_cpu")):
         able = [k for k, p in places.items() if p.device == where and not p.interpreted]
         if own == "bench" and where.type == "cpu":
             continue
-        for case in ([given] if given else op.cases[own]) if able else []:
+        for case in (given or op.cases[own]) if able else []:
             yield from _timed(op, able, case, where, rounds, progress)
     for kernel, found in places.items():
         if found.device is None or found.interpreted:
             progress(f"compiling {op.name} {kernel}")
-            own_cases = op.cases["bench"]
-            yield not_run(op, kernel, given or own_cases[len(own_cases) // 2], compiler)
+            cases = given or op.cases["bench"]
+            yield not_run(op, kernel, cases[len(cases) // 2], compiler)
 
 
 def _timed(

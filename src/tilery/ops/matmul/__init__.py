@@ -67,6 +67,7 @@ def inputs(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
     kernels=("numba", "triton", "gluon", "tilelang", "cutile", "cuda", "cupy", "numba_cuda"),
     baselines={"baseline:torch": torch.matmul},
+    model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears()],
     cases={
         "test": [
             case(m=128, n=256, k=192, dtype="fp16"),

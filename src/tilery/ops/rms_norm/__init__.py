@@ -44,6 +44,7 @@ def inputs(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED, runtime=("eps",),
     kernels=("numba", "triton", "cutile", "cuda", "tilelang", "cupy", "numba_cuda"),
     baselines={"baseline:torch": lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps)},
+    model_sizes=lambda model: [{"n": model.hidden_size}],
     cases={"test": rows.cases(refused_by={"triton": "row of 65537", "tilelang": "row of 65537"}), **rows.bench_cases()},
 )  # fmt: skip
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:

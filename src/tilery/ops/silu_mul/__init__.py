@@ -43,6 +43,7 @@ def inputs(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
     kernels=("numba", "triton", "cutile", "cuda"),
     baselines={"baseline:torch": lambda gate, up: F.silu(gate) * up},
+    model_sizes=lambda model: [{"n": model.mlp_size}],
     cases={
         "test": rows.cases(),
         **rows.bench_cases(),

@@ -36,6 +36,7 @@ def inputs(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
     kernels=("numba", "triton", "cutile", "cuda"),
     baselines={"baseline:torch": lambda x: torch.softmax(x, -1)},
+    model_sizes=lambda model: [{"n": model.vocab_size}],  # what a sampler sees
     cases={"test": rows.cases(refused_by={"triton": "row of 65537"}), **rows.bench_cases()},
 )  # fmt: skip
 def softmax(x: Tensor) -> Tensor:

@@ -1,0 +1,37 @@
+"""Sets of cases by name: a model's shapes at the numbers of tokens that matter. Derived, not listed."""
+
+from dataclasses import dataclass
+
+from tilery import models
+from tilery.errors import BadInput
+from tilery.op import Op
+from tilery.spec import Case
+
+
+@dataclass(frozen=True)
+class ShapeSet:
+    model: str
+    tokens: tuple[int, ...]
+    tp: int = 1
+    most: int | None = None  # of an op's cases per number of tokens
+
+
+_FEW_TO_MANY = (1, 16, 64, 512, 4096)
+SETS = {
+    "llama-8b": ShapeSet("llama-8b", _FEW_TO_MANY),
+    "llama-70b-tp8": ShapeSet("llama-70b", _FEW_TO_MANY, tp=8),
+    "qwen3-8b": ShapeSet("qwen3-8b", _FEW_TO_MANY),
+    "deepseek-v3": ShapeSet("deepseek-v3", _FEW_TO_MANY),
+    "odd": ShapeSet("llama-8b", (17, 100, 4097), most=2),
+    "quick": ShapeSet("llama-8b", (16, 4096), most=2),
+}
+
+
+def cases(op: Op, name: str) -> list[Case]:
+    """The op's cases for a set, fewest tokens first."""
+    if name not in SETS:
+        raise BadInput(f"--shapes must be one of {', '.join(SETS)}, got {name!r}")
+    chosen = SETS[name]
+    sizes = op.model_sizes(models.load(chosen.model, chosen.tp))
+    distinct = [dict(pairs) for pairs in dict.fromkeys(tuple(size.items()) for size in sizes)]
+    return [Case({"m": m, **size, "dtype": "bf16"}) for m in chosen.tokens for size in distinct[: chosen.most]]
