@@ -81,6 +81,20 @@ def test_bench_prints_and_writes(tmp_path):
     assert "<svg" in picture.read_text() and "url(http" not in picture.read_text()
 
 
+def test_every_bench_is_kept_and_compared(tmp_path):
+    words = ("bench", "softmax", "-b", "numba", "--case", "m=64,n=128,dtype=fp32", "--rounds", "6")
+    one, two = (run_json(*words)["run"] for _ in range(2))
+    assert {one, two} <= {run["id"] for run in run_json("runs")["runs"]}
+    assert one in run("runs")
+    found = run_json("compare", one, two, "--threshold", "1")
+    assert [c["kernel"] for c in found["changes"]] == ["numba"] and "B over A" in run(
+        "compare", one, two, "--threshold", "1"
+    )
+    file = tmp_path / "runs.json"
+    assert "2 rows of 1 runs" in run("runs", "export", one, "-o", str(file))
+    assert "0 new runs, 1 already here" in run("runs", "import", str(file))
+
+
 def test_show_prints_a_stage():
     assert "def _softmax" in run("show", "softmax", "--backend", "triton", "--stage", "source")
     found = run_json(
@@ -113,6 +127,9 @@ def test_cache_shows_and_clears(monkeypatch, tmp_path):
         (("check", "matmul", "--case", "m=3"), "needs n, k, got 'm=3'"),
         (("check", "--shapes", "llama-9000b"), "--shapes must be one of llama-8b, .*, got 'llama-9000b'"),
         (("bench", "--shapes", "quick", "--case", "m=3,n=4"), "--case and --shapes exclude each other"),
+        (("runs", "export", "nothing", "-o", "x.csv"), "RUN must be an id, .*, got 'nothing'"),
+        (("runs", "export", "-o", "x.doc"), "--format must be one of json, csv, parquet, got 'doc'"),
+        (("compare", "nothing", "last"), "RUN must be an id, .*, got 'nothing'"),
         (("check", "--case", ""), "--case must name a case by its numbers"),
         (("check", "softmax", "-b", "numba", "--case", "m=3,n=3,special=odd"), "special must be .*, got 'odd'"),
         (("bench", "--csv", "/no/such/folder/x.csv"), "must lie in a folder that is there, got /no/such/folder"),

@@ -33,6 +33,10 @@ class BadTunedFile(TileryError, ValueError):
     """A tuned-config file cannot be read; the message names the file and the line."""
 
 
+class BadStore(TileryError, RuntimeError):
+    """The store of runs cannot be read; the message names the file, which stays as it is."""
+
+
 class BadSetting(TileryError, ValueError):
     """An environment variable or setting has a value that is not one of those it may have."""
 

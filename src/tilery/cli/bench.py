@@ -2,6 +2,7 @@
 
 import io
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,26 +48,33 @@ def bench(
     from tilery.workbench import bench as workbench
     from tilery.workbench.compile import Compiler
     from tilery.workbench.result import write_csv
+    from tilery.workbench.store import Store, command_line
 
     common.require_writable(csv)
     common.require_writable(svg)
     chosen = common.chosen_ops(ops)
     common.require_known(chosen, backend)
     rows: list[Row] = []
+    store = Store()
+    run = store.start(command_line())
     with Compiler() as compiler, common.progress(len(chosen)) as (say, count):
         for op in chosen:
             given = common.chosen_cases(op, case, shapes)
-            rows += workbench.bench(op, common.chosen_kernels(op, backend), given, compiler, rounds, say)
+            for row in workbench.bench(op, common.chosen_kernels(op, backend), given, compiler, rounds, say):
+                store.add(run, row)  # at once: what was measured outlives a Ctrl-C
+                rows.append(row)
             count()
+    store.finish(run)
     if csv:
         write_csv(rows, csv)
     table = _table(rows)
     if svg:
         _draw(table, svg)
     if json:
-        common.print_json(rows)
+        common.print_json(rows, run=run)
     else:
         common.console().print(table)
+        print(f"kept as run {run}", file=sys.stderr)
     raise typer.Exit(1 if any(row.status == "fail" for row in rows) else 0)
 
 

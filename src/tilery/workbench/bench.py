@@ -90,6 +90,7 @@ def _planned(plan: dispatch.Plan, sets: list[tuple[Any, ...]]) -> timing.Arm:
 def _measured(
     row: Row, found: timing.Timing, base: timing.Timing | None, cost: Cost, ceilings: device.Ceilings, dtype: str
 ) -> None:
+    row.samples = found.samples
     row.ms, (row.ms_low, row.ms_high), row.timed_by = found.median, found.interval, found.how
     row.gbps, row.tflops = cost.bytes / found.median / 1e6, cost.flops / found.median / 1e9
     row.roof = ceilings.roof_ms(cost.flops, cost.bytes, dtype) / found.median

@@ -40,19 +40,25 @@ class Row:
     registers: int | None = None
     spills: int | None = None
     shared: int | None = None
+    samples: tuple[float, ...] = ()  # ms a call, round by round; in the store and its exports only
 
 
 def document(rows: Iterable[Row], **more: Any) -> dict[str, Any]:
     """What --json prints: fields without a value are left out."""
-    plain = [{k: v for k, v in asdict(row).items() if v not in (None, "") or k in _ALWAYS} for row in rows]
+    plain = [{k: v for k, v in asdict(row).items() if _said(k, v)} for row in rows]
     return {"schema": SCHEMA, "machine": machine(), "rows": plain, **more}
+
+
+def _said(name: str, value: Any) -> bool:
+    return name in _ALWAYS or (value not in (None, "") and name != "samples")
 
 
 def write_csv(rows: Iterable[Row], path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(f.name for f in fields(Row))
-        writer.writerows(asdict(row).values() for row in rows)
+        names = [f.name for f in fields(Row) if f.name != "samples"]
+        writer.writerow(names)
+        writer.writerows([getattr(row, name) for name in names] for row in rows)
 
 
 def machine() -> dict[str, Any]:

@@ -1,0 +1,35 @@
+"""`tilery compare`: a regression gate between two runs."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from tilery.cli import common
+
+
+def compare(
+    first: Annotated[str, typer.Argument(metavar="A", help="The run to hold against: an id, its beginning, or last.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The run in question.")],
+    threshold: Annotated[float, typer.Option(min=0.0, max=1.0, help="Slower by this share is a regression.")] = 0.03,
+    json: common.Json = False,
+) -> None:
+    """Compare two runs row by row; exit 1 if a kernel got slower past the threshold, interval and all."""
+    from tilery.workbench.compare import compare as workbench
+    from tilery.workbench.store import Store
+
+    store = Store()
+    changes = workbench(store, store.find(first), store.find(second))
+    worse = [change for change in changes if change.regressed(threshold)]
+    if json:
+        common.print_json([], changes=[asdict(c) | {"regressed": c in worse} for c in changes])
+    else:
+        lines = [
+            (c.op, c.kernel, c.case, f"{c.speed:.3f}", f"{c.low:.3f} – {c.high:.3f}", c.by,
+             "[bold red]slower[/]" if c in worse else "[green]faster[/]" if c.low > 1 else "")
+            for c in changes
+        ]  # fmt: skip
+        columns = ("op", "kernel", "case", "B over A", "95 %", "by", "verdict")
+        common.console().print(common.table(f"{second} held against {first}", columns, lines, ("B over A", "95 %")))
+        print(f"{len(worse)} of {len(changes)} rows slower by more than {threshold:.0%}")
+    raise typer.Exit(1 if worse else 0)

@@ -1,0 +1,180 @@
+"""Every run, kept: SQLite in the data folder. A row is on disk before the next one is measured."""
+
+import csv
+import json
+import sqlite3
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tilery import settings
+from tilery.errors import BadInput, BadStore, ToolMissing
+from tilery.workbench.result import Row, machine
+
+SCHEMA = 1
+FORMATS = ("json", "csv", "parquet")
+_TABLES = """
+CREATE TABLE IF NOT EXISTS runs (
+    id TEXT PRIMARY KEY, started TEXT, finished TEXT, command TEXT, machine TEXT, git TEXT);
+CREATE TABLE IF NOT EXISTS rows (run TEXT REFERENCES runs(id), n INTEGER, data TEXT, PRIMARY KEY (run, n));
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    id: str  # when it started, and a few random letters: sorts by time, never clashes
+    started: str
+    finished: str | None  # None where it was stopped in the middle; what it had measured is here all the same
+    command: str
+    machine: dict[str, Any]
+    git: dict[str, Any] | None
+
+
+class Store:
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path or settings.get().data_dir / "runs.sqlite3"
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        """One transaction: all of it or nothing, also when the process is killed inside."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(self.path, timeout=60)  # another writer's turn is waited for
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, SCHEMA):
+                raise BadStore(f"{self.path} has schema {version}, this tilery writes {SCHEMA}; move it away")
+            with connection:
+                connection.executescript(f"{_TABLES} PRAGMA user_version = {SCHEMA};")
+            with connection:
+                yield connection
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+                raise
+            raise BadStore(
+                f"{self.path} cannot be read: {error}; it was left as it is: move it away, and bring back what was "
+                "exported with `tilery runs import`"
+            ) from None
+        finally:
+            connection.close()
+
+    def start(self, command: str) -> str:
+        now = datetime.now(UTC)
+        run = f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
+        self.put(Run(run, now.isoformat(timespec="milliseconds"), None, command, machine(), git_state()), [])
+        return run
+
+    def put(self, run: Run, rows: Iterable[Row]) -> None:
+        with self._open() as db:
+            values = (run.id, run.started, run.finished, run.command, json.dumps(run.machine), json.dumps(run.git))
+            db.execute("INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?)", values)
+            db.executemany(
+                "INSERT INTO rows VALUES (?, ?, ?)",
+                [(run.id, n, json.dumps(asdict(row))) for n, row in enumerate(rows)],
+            )
+
+    def add(self, run: str, row: Row) -> None:
+        with self._open() as db:
+            db.execute(
+                "INSERT INTO rows SELECT ?, count(*), ? FROM rows WHERE run = ?", (run, json.dumps(asdict(row)), run)
+            )
+
+    def finish(self, run: str) -> None:
+        with self._open() as db:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            db.execute("UPDATE runs SET finished = ? WHERE id = ?", (now, run))
+
+    def runs(self) -> list[Run]:
+        """Latest last."""
+        with self._open() as db:
+            found = db.execute(
+                "SELECT id, started, finished, command, machine, git FROM runs ORDER BY started, rowid"
+            ).fetchall()
+        return [Run(*row[:4], json.loads(row[4]), json.loads(row[5])) for row in found]
+
+    def find(self, name: str) -> Run:
+        """By its id, by how the id begins, or `last`."""
+        runs = self.runs()
+        found = runs[-1:] if name == "last" else [run for run in runs if run.id.startswith(name)]
+        if len(found) != 1:
+            what = f"{len(found)} runs begin so" if found else f"there are {len(runs)} runs, none so named"
+            raise BadInput(f"RUN must be an id, the beginning of one, or last, got {name!r}: {what} (`tilery runs`)")
+        return found[0]
+
+    def rows(self, run: str) -> list[Row]:
+        with self._open() as db:
+            found = db.execute("SELECT data FROM rows WHERE run = ? ORDER BY n", (run,)).fetchall()
+        return [_row(json.loads(data)) for (data,) in found]
+
+
+def _row(data: dict[str, Any]) -> Row:
+    """Fields that this version does not know are left out, so that older and newer runs can be read."""
+    known: dict[str, Any] = {f.name: data[f.name] for f in fields(Row) if f.name in data}
+    return Row(**known | {"samples": tuple(known.get("samples", ()))})
+
+
+def git_state() -> dict[str, Any] | None:
+    """The commit of the checkout that tilery runs from, and whether it has changes; None where it is installed."""
+    here = Path(__file__).parents[3]
+    if not (here / ".git").exists():
+        return None
+    try:
+        commit, status = (
+            subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=True).stdout.strip()
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None  # a checkout without git, or without a commit
+    return {"commit": commit, "changed": bool(status)}
+
+
+def export(store: Store, runs: list[Run], path: Path, form: str) -> int:
+    """Writes runs to a file and says how many rows; json holds all there is, csv and parquet one line a row."""
+    rows = [(run, row) for run in runs for row in store.rows(run.id)]
+    if form == "json":
+        document = [{**asdict(run), "rows": [asdict(row) for row in store.rows(run.id)]} for run in runs]
+        path.write_text(json.dumps({"schema": SCHEMA, "runs": document}))
+        return len(rows)
+    flat = [{"run": run.id, "started": run.started, **asdict(row)} for run, row in rows]
+    if form == "csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["run", "started", *(f.name for f in fields(Row))])
+            writer.writeheader()
+            writer.writerows(flat)
+    else:
+        _write_parquet(flat, path)
+    return len(rows)
+
+
+def _write_parquet(flat: list[dict[str, Any]], path: Path) -> None:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise ToolMissing("pyarrow is not installed: pip install 'tilery[parquet]'") from None
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(flat), path)
+
+
+def import_runs(store: Store, path: Path) -> tuple[int, int]:
+    """(new, already there) of the runs in a json export."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        runs = [(Run(**{f.name: r[f.name] for f in fields(Run)}), list(map(_row, r["rows"]))) for r in document["runs"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{path} is not a json export of runs: {type(error).__name__}: {error}") from None
+    there = {run.id for run in store.runs()}
+    for run, rows in runs:
+        if run.id not in there:
+            store.put(run, rows)
+    known = sum(run.id in there for run, _ in runs)
+    return len(runs) - known, known
+
+
+def command_line() -> str:
+    return " ".join(["tilery", *sys.argv[1:]])

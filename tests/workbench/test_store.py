@@ -1,0 +1,147 @@
+"""The store: nothing stored is lost, whoever is killed or writes beside."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tilery.errors import BadInput, BadStore
+from tilery.workbench.compare import compare
+from tilery.workbench.result import Row
+from tilery.workbench.store import Store, export, import_runs
+
+ROW = Row(
+    "softmax", "triton", "m=1,n=2", "pass", device="GPU", ms=2.0, ms_low=1.9, ms_high=2.1, samples=(1.9, 2.0, 2.1)
+)
+
+
+def ratio_row(ratio, spread=0.01, **more):
+    times = {"ms": 1.0, "ms_low": 0.9, "ms_high": 1.1}
+    given = {"ratio": ratio, "ratio_low": ratio - spread, "ratio_high": ratio + spread}
+    return Row("softmax", "triton", "m=1,n=2", "pass", **{"device": "GPU"} | times | given | more)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "runs.sqlite3")
+
+
+def filled(store, *rows):
+    run = store.start("tilery bench")
+    for row in rows:
+        store.add(run, row)
+    store.finish(run)
+    return store.find(run)
+
+
+def test_what_goes_in_comes_out(store):
+    run = filled(store, ROW, Row("softmax", "numba", "m=1,n=2", "refused", "no"))
+    assert run.finished and run.command == "tilery bench" and run.machine["torch"]
+    assert store.rows(run.id) == [ROW, Row("softmax", "numba", "m=1,n=2", "refused", "no")]
+
+
+def test_a_run_is_found_by_its_beginning_or_as_the_last(store):
+    one, two = filled(store, ROW), filled(store)
+    assert store.find("last") == two and store.find(one.id[:-1]) == one
+    with pytest.raises(BadInput, match="got 'x': there are 2 runs, none so named"):
+        store.find("x")
+    with pytest.raises(BadInput, match="2 runs begin so"):
+        store.find("20")
+
+
+WRITER = """
+    import sys
+    from pathlib import Path
+    from tilery.workbench.result import Row
+    from tilery.workbench.store import Store
+    store = Store(Path(sys.argv[1]))
+    run = store.start("writer")
+    print(run, flush=True)
+    for i in range(int(sys.argv[2])):
+        store.add(run, Row("op", "kernel", f"m={i}", "pass"))
+        print(i, flush=True)
+    store.finish(run)
+"""
+
+
+def writer(store, count):
+    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(store.path), str(count)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_killed_writer_loses_nothing_it_had_stored(store):
+    child = writer(store, 100_000)
+    run = child.stdout.readline().strip()
+    stored = [int(child.stdout.readline()) for _ in range(20)]
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    rows = store.rows(run)
+    assert len(rows) >= len(stored) and [r.case for r in rows] == [f"m={i}" for i in range(len(rows))]
+    assert store.find(run).finished is None
+    assert filled(store, ROW).finished  # and the store goes on
+
+
+def test_two_writers_at_once_both_keep_their_runs(store):
+    children = [writer(store, 50) for _ in range(2)]
+    names = [child.communicate(timeout=120)[0].split()[0] for child in children]
+    assert [len(store.rows(name)) for name in names] == [50, 50] and all(store.find(n).finished for n in names)
+
+
+def test_a_truncated_database_is_an_error_and_stays(store):
+    filled(store, *[ROW] * 50)
+    for beside in store.path.parent.glob("*-wal"):
+        beside.unlink()
+    data = store.path.read_bytes()
+    broken = data[: len(data) // 2][:100] + b"x" * 5000
+    store.path.write_bytes(broken)
+    with pytest.raises(BadStore, match=r"cannot be read: .* it was left as it is"):
+        store.runs()
+    assert store.path.read_bytes() == broken
+
+
+def test_json_takes_runs_elsewhere(store, tmp_path):
+    run = filled(store, ROW)
+    file = tmp_path / "runs.json"
+    assert export(store, [run], file, "json") == 1
+    other = Store(tmp_path / "other.sqlite3")
+    assert import_runs(other, file) == (1, 0) and import_runs(other, file) == (0, 1)
+    assert other.runs() == [run] and other.rows(run.id) == [ROW]
+
+
+def test_csv_and_parquet_have_a_line_a_row(store, tmp_path):
+    run = filled(store, ROW, ROW)
+    export(store, [run], tmp_path / "x.csv", "csv")
+    assert len((tmp_path / "x.csv").read_text().splitlines()) == 3
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pip install 'tilery[parquet]'")
+    export(store, [run], tmp_path / "x.parquet", "parquet")
+    table = parquet.read_table(tmp_path / "x.parquet")
+    assert table.num_rows == 2 and table["samples"][0].as_py() == [1.9, 2.0, 2.1]
+
+
+@pytest.mark.parametrize("text", ["nonsense", "[]", json.dumps({"runs": [{"id": 1}]})])
+def test_what_is_no_export_is_named(store, tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(BadInput, match="is not a json export of runs"):
+        import_runs(store, tmp_path / "x.json")
+
+
+@pytest.mark.parametrize(("before", "after", "worse"), [(1.0, 0.9, True), (1.0, 0.97, False), (1.0, 1.2, False)])
+def test_a_regression_is_one_only_if_the_interval_says_so(store, before, after, worse):
+    (change,) = compare(store, filled(store, ratio_row(before)), filled(store, ratio_row(after)))
+    assert change.speed == pytest.approx(after / before) and change.regressed(0.03) is worse and change.by == "ratio"
+    wide = compare(store, filled(store, ratio_row(before)), filled(store, ratio_row(after, spread=0.2)))[0]
+    assert not wide.regressed(0.03)
+
+
+def test_runs_of_different_devices_are_not_compared(store):
+    with pytest.raises(BadInput, match="no kernel, case and device in common"):
+        compare(store, filled(store, ratio_row(1.0)), filled(store, ratio_row(1.0, device="another")))
+
+
+def test_the_latest_run_comes_last(store):
+    made = [filled(store).id for _ in range(5)]
+    assert [run.id for run in store.runs()] == made and store.find("last").id == made[-1]
