@@ -93,10 +93,11 @@ class Store:
     def runs(self) -> list[Run]:
         """Latest last."""
         with self._open() as db:
-            found = db.execute(
-                "SELECT id, started, finished, command, machine, git FROM runs ORDER BY started, rowid"
-            ).fetchall()
-        return [Run(*row[:4], json.loads(row[4]), json.loads(row[5])) for row in found]
+            found = db.execute("SELECT id, started, finished, command, machine, git FROM runs ORDER BY started, rowid")
+            return [
+                Run(run, started, finished, command, json.loads(where), json.loads(git))
+                for run, started, finished, command, where, git in found
+            ]
 
     def find(self, name: str) -> Run:
         """By its id, by how the id begins, or `last`."""
