@@ -17,7 +17,7 @@ def rows(op, kernels, compiler, given=SMALL):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU nothing needs to be compiled")
 def test_what_runs_is_timed_and_the_rest_is_compiled(compiler):
     found = rows("softmax", ["numba", "triton"], compiler)
-    assert list(found) == ["baseline:torch", "numba", "triton"]
+    assert list(found) == ["baseline:torch", "control:torch", "numba", "triton"]
     for name in ("baseline:torch", "numba"):
         row = found[name]
         assert row.status == "pass" and row.ms_low <= row.ms <= row.ms_high and row.timed_by == "clock"
@@ -30,6 +30,26 @@ def test_a_wrong_kernel_is_not_timed(compiler, monkeypatch):
     monkeypatch.setattr(REGISTRY["softmax"].kernel("numba"), "run", lambda outs, args, config: outs[0].zero_())
     row = rows("softmax", ["numba"], compiler)["numba"]
     assert row.status == "fail" and row.ms is None and "output 0 has error" in row.reason
+
+
+def test_a_kernel_that_turns_wrong_while_it_is_timed_is_found(compiler, monkeypatch):
+    kernel, calls = REGISTRY["softmax"].kernel("numba"), []
+    right = kernel.run
+
+    def run(outs, args, config):
+        calls.append(1)
+        right(outs, args, config)
+        if len(calls) > 5:
+            outs[0].zero_()
+
+    monkeypatch.setattr(kernel, "run", run)
+    row = rows("softmax", ["numba"], compiler)["numba"]
+    assert row.status == "fail" and row.reason.startswith("right before it was timed, not after: softmax numba")
+
+
+def test_the_control_says_what_ratios_are_worth(compiler):
+    found = rows("softmax", ["numba"], compiler, case(m=512, n=4096, dtype="fp32"))["control:torch"]
+    assert found.ratio_low <= 1 <= found.ratio_high or 0.5 < found.ratio < 2
 
 
 def test_a_refusal_is_a_row_with_its_sentence(compiler, monkeypatch):

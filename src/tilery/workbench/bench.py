@@ -14,6 +14,7 @@ from tilery.workbench.place import not_run, place
 from tilery.workbench.result import Row
 
 BASE = "baseline:torch"
+CONTROL = "control:torch"  # the baseline once more: how far its ratio is from 1 is what the others' ratios are worth
 _COLD_BYTES = 256 * 2**20  # input sets rotate through more than the H200's 60 MB of L2
 _MOST_SETS = 1024
 
@@ -52,10 +53,17 @@ def _timed(
             yield row
     sets = _input_sets(op, case, where)
     arms = {name: _baseline(function, sets) for name, function in op.baselines.items()}
+    if BASE in arms:
+        arms[CONTROL] = _baseline(op.baselines[BASE], sets)
     for kernel, row in good.items():
         plan = dispatch.decide(op, op.specs(sets[0]), kernel, None)
         arms[kernel], row.config = _planned(plan, sets), str(plan.config)
     times = timing.time_arms(arms, len(sets), where, rounds, progress=lambda s: progress(f"{op.name} {case}: {s}"))
+    for kernel, row in good.items():
+        progress(f"checking {op.name} {kernel} {case} again")
+        again = checked(op, kernel, case, where)  # on fresh data: being timed must not have made it wrong
+        if again.status != "pass":
+            row.status, row.reason = "fail", f"right before it was timed, not after: {again.reason or again.status}"
     cost = op.cost(*op.specs(sets[0]))
     ceilings = device.ceilings(where)
     for name, found in times.items():

@@ -34,7 +34,9 @@ def compare(store: Store, first: Run, second: Run) -> list[Change]:
 
 
 def _timed(store: Store, run: Run) -> Iterator[Row]:
-    return (row for row in store.rows(run.id) if row.ms is not None and not row.kernel.startswith("baseline:"))
+    """Kernels; what they are held against is not theirs to answer for."""
+    others = ("baseline:", "control:")
+    return (row for row in store.rows(run.id) if row.ms is not None and not row.kernel.startswith(others))
 
 
 def _key(row: Row) -> tuple[str, str, str, str]:
