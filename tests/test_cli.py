@@ -94,6 +94,8 @@ def test_every_bench_is_kept_and_compared(tmp_path):
     file = tmp_path / "runs.json"
     assert "3 rows of 1 runs" in run("runs", "export", one, "-o", str(file))
     assert "0 new runs, 1 already here" in run("runs", "import", str(file))
+    assert run_json("runs", "export", two, "-o", str(file))["row_count"] == 3
+    assert run_json("runs", "import", str(file))["known"] == 1
 
 
 def test_show_prints_a_stage():

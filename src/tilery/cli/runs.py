@@ -42,6 +42,7 @@ def exported(
     names: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="All if none.")] = None,
     out: Annotated[Path, typer.Option("-o", "--out", help="The file to write.")] = Path("runs.json"),
     form: Annotated[str | None, typer.Option("--format", help="json, csv or parquet; by the file's ending.")] = None,
+    json: common.Json = False,
 ) -> None:
     """Write runs to a file: json holds everything, csv and parquet one line a row."""
     from tilery.workbench.store import FORMATS, Store, export
@@ -52,13 +53,20 @@ def exported(
     common.require_writable(out)
     store = Store()
     chosen = [store.find(name) for name in names] if names else store.runs()
-    print(f"{export(store, chosen, out, form)} rows of {len(chosen)} runs in {out}")
+    count = export(store, chosen, out, form)
+    if json:
+        common.print_json([], file=str(out), runs=[run.id for run in chosen], row_count=count)
+    else:
+        print(f"{count} rows of {len(chosen)} runs in {out}")
 
 
 @runs.command("import")
-def imported(path: Annotated[Path, typer.Argument(help="A json export.")]) -> None:
+def imported(path: Annotated[Path, typer.Argument(help="A json export.")], json: common.Json = False) -> None:
     """Bring back runs from a json export; those that are here already stay as they are."""
     from tilery.workbench.store import Store, import_runs
 
     new, known = import_runs(Store(), path)
-    print(f"{new} new runs, {known} already here")
+    if json:
+        common.print_json([], new=new, known=known)
+    else:
+        print(f"{new} new runs, {known} already here")
