@@ -16,6 +16,9 @@ import torch
 
 from tilery import settings
 
+# What the project builds for: one of each kind of card in use. A kernel that builds for all of them says so with this.
+ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+
 _pretended: contextvars.ContextVar[str | None] = contextvars.ContextVar("arch", default=None)
 
 # Shared memory one block may have, in bytes, by architecture (CUDA C++ Programming Guide, compute capabilities).
@@ -119,7 +122,7 @@ def _measured(where: torch.device) -> Ceilings:
     flops = {}
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if where.type == "cuda":
-        dtypes["fp16"] = torch.float16  # torch on a CPU multiplies fp16 a thousand times slower than fp32: no ceiling
+        dtypes["fp16"] = torch.float16  # on a CPU torch multiplies fp16 so slowly that it is no ceiling
     for dtype_name, dtype in dtypes.items():
         a, b = (torch.randn(n, n, device=where).to(dtype) for _ in range(2))
         flops[dtype_name] = 2 * n**3 / timing.best_ms(lambda a=a, b=b: a @ b, where) * 1e3  # type: ignore[misc]

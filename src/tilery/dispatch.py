@@ -125,7 +125,7 @@ class Plans:
     def __init__(self, limit: int = 1024) -> None:
         self.limit = limit
         self._plans: dict[Hashable, Plan] = {}
-        self.recent: tuple[Plan, ...] = ()  # asked in turn before a key is made: a key costs 2 µs, a question 0.5
+        self.recent: tuple[Plan, ...] = ()  # asked in turn before a key is made: a key takes longer
         self._lock = threading.RLock()
         Plans._all.add(self)
 

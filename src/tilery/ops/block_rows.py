@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+from tilery.device import ARCHS
+
+archs = ARCHS
 
 THREADS = (32, 64, 128, 256, 512, 1024)  # powers of two: some kernels halve their sums
 

@@ -6,10 +6,11 @@ from typing import Any
 import cuda.tile as ct
 
 from tilery.backends import cutile_glue
+from tilery.device import ARCHS
 from tilery.ops.rows import rows
 from tilery.spec import TensorSpec
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+archs = ARCHS
 
 _VALUES_PER_WARP = 4096  # 128 a lane: softmax takes 255 registers then and spills nothing, compiled for sm_90
 

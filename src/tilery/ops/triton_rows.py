@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import triton
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+from tilery.device import ARCHS
+
+archs = ARCHS
 
 _WARPS = (1, 2, 4, 8, 16)
 _VALUES_PER_LANE = 128  # of 255 registers; the rest hold weights and addresses

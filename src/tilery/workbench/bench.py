@@ -18,12 +18,10 @@ CONTROL = "control:torch"  # the baseline once more: how far its ratio is from 1
 _COLD_BYTES = 256 * 2**20  # input sets rotate through more than the H200's 60 MB of L2
 _MOST_SETS = 1024
 
-Progress = Callable[[str], None]
-
 
 def bench(
     op: Op, kernels: list[str], given: list[Case] | None, compiler: Compiler, rounds: int = 20,
-    progress: Progress = lambda _: None,
+    progress: timing.Progress = lambda _: None,
 ) -> Iterator[Row]:  # fmt: skip
     """Every kernel on the given cases or on its device's own; with each timed case, its baselines."""
     places = {kernel: place(op, kernel) for kernel in kernels}
@@ -41,7 +39,7 @@ def bench(
 
 
 def _timed(
-    op: Op, kernels: list[str], case: Case, where: torch.device, rounds: int, progress: Progress
+    op: Op, kernels: list[str], case: Case, where: torch.device, rounds: int, progress: timing.Progress
 ) -> Iterator[Row]:
     good: dict[str, Row] = {}
     for kernel in kernels:

@@ -35,10 +35,8 @@ def error(out: Tensor, ref: Tensor) -> float:
     difference = total = 0.0
     for o, r in zip(out.reshape(-1).split(_CHUNK), ref.reshape(-1).split(_CHUNK)):
         o, finite = o.double(), r.isfinite()
-        if (
-            not torch.equal(o[~finite].nan_to_num(nan=1.5), r[~finite].nan_to_num(nan=1.5))
-            or not o[finite].isfinite().all()
-        ):
+        in_place = torch.equal(o[~finite].nan_to_num(nan=1.5), r[~finite].nan_to_num(nan=1.5))
+        if not in_place or not o[finite].isfinite().all():
             return float("inf")
         difference += (o - r)[finite].square().sum().item()
         total += r[finite].square().sum().item()

@@ -14,6 +14,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tilery.errors import CompileFailed
 from tilery.op import Op
 from tilery.spec import Artifact, Case, TensorSpec
@@ -24,8 +26,6 @@ _LENGTH = 8  # bytes before every message
 def specs_for(op: Op, case: Case, device: str = "cuda:0") -> tuple[Any, ...]:
     """The specs that the case's inputs would have on `device`, which need not be there."""
     given = op.specs(op.complete((), op.inputs(**case.params, device="cpu", seed=0)))
-    import torch
-
     return tuple(s._replace(device=torch.device(device)) if isinstance(s, TensorSpec) else s for s in given)
 
 

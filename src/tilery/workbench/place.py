@@ -45,6 +45,7 @@ def not_run(op: Op, kernel: str, case: Case, compiler: Compiler) -> Row:
     if not where.arch:
         return row
     specs = specs_for(op, case)
+    op.validate(specs)
     with device.pretend(where.arch):
         why = dispatch.problem_refusal(op, kernel, specs)
     if why is not None:

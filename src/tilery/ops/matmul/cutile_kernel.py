@@ -7,10 +7,11 @@ import torch
 
 from tilery.backends import cutile_glue
 from tilery.backends.cutile_glue import Launch
+from tilery.device import ARCHS
 from tilery.ops.matmul import outputs
 from tilery.spec import Artifact, TensorSpec
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+archs = ARCHS
 
 _GROUP = 8  # tiles of a column band that run together and share b in L2
 _ZERO = ct.PaddingMode.ZERO

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from tilery.device import ARCHS
 from tilery.spec import TensorSpec
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+archs = ARCHS
 
 
 @dataclass(frozen=True)

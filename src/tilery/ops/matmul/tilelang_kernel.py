@@ -7,10 +7,11 @@ import torch
 
 from tilery import device
 from tilery.backends import tilelang_glue
+from tilery.device import ARCHS
 from tilery.ops.matmul import layout
 from tilery.spec import Artifact, TensorSpec, dtype_name
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+archs = ARCHS
 
 
 @dataclass(frozen=True)

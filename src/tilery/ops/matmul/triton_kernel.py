@@ -8,10 +8,11 @@ import triton.language as tl
 
 from tilery import device
 from tilery.backends import triton_glue
+from tilery.device import ARCHS
 from tilery.ops.matmul import outputs
 from tilery.spec import Artifact, TensorSpec
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+archs = ARCHS
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import tilelang.language as T
 
 from tilery.backends import tilelang_glue
+from tilery.device import ARCHS
 from tilery.ops.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+archs = ARCHS
 
 _THREADS = (32, 64, 128, 256, 512)
 _BYTES_PER_THREAD = 256  # of the row: 64 of the 128 registers that a thread of 512 has

@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from tilery.backends import cuda_glue
+from tilery.device import ARCHS
 from tilery.ops.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+archs = ARCHS
 
 _SOURCE = Path(__file__).with_name("silu_mul.cu")
 

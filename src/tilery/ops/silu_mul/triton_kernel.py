@@ -6,11 +6,12 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.device import ARCHS
 from tilery.ops.rows import rows
 from tilery.ops.silu_mul import outputs
 from tilery.spec import Artifact, TensorSpec
 
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+archs = ARCHS
 
 
 @dataclass(frozen=True)
