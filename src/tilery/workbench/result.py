@@ -28,18 +28,26 @@ class Row:
     ms: float | None = None  # median
     ms_low: float | None = None  # its 95 % interval
     ms_high: float | None = None
+    flops: int | None = None  # least arithmetic of the op
+    bytes: int | None = None  # least traffic of the op
+    dtype: str = ""  # whose matrix rate is its ceiling
     gbps: float | None = None  # least bytes over time
     tflops: float | None = None
     roof: float | None = None  # share of the measured ceilings
     ratio: float | None = None  # times faster than baseline:torch, round by round
     ratio_low: float | None = None
     ratio_high: float | None = None
-    timed_by: str = ""
+    timed_by: str = ""  # graph, events or clock
+    inputs: str = ""  # cold: from memory, as in a model; warm: from the caches
+    clock: float | None = None  # MHz while it was timed
+    power: float | None = None  # W
+    temperature: float | None = None  # °C
     config: str = ""
     arch: str = ""  # what it was compiled for
     registers: int | None = None
     spills: int | None = None
     shared: int | None = None
+    code: str = ""  # key of what its compiler made, in the store
     samples: tuple[float, ...] = ()  # ms a call, round by round; in the store and its exports only
 
 

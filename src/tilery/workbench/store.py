@@ -1,11 +1,14 @@
 """Every run, kept: SQLite in the data folder. A row is on disk before the next one is measured."""
 
+import base64
 import csv
+import hashlib
 import json
 import sqlite3
 import subprocess
 import sys
 import uuid
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -23,6 +26,7 @@ _TABLES = """
 CREATE TABLE IF NOT EXISTS runs (
     id TEXT PRIMARY KEY, started TEXT, finished TEXT, command TEXT, machine TEXT, git TEXT);
 CREATE TABLE IF NOT EXISTS rows (run TEXT REFERENCES runs(id), n INTEGER, data TEXT, PRIMARY KEY (run, n));
+CREATE TABLE IF NOT EXISTS code (key TEXT PRIMARY KEY, data BLOB);
 """
 
 
@@ -85,6 +89,27 @@ class Store:
                 "INSERT INTO rows SELECT ?, count(*), ? FROM rows WHERE run = ?", (run, json.dumps(asdict(row)), run)
             )
 
+    def add_code(self, stages: dict[str, str]) -> str:
+        """Keeps what a compiler made (stage -> text), once however many rows have it; says under which key."""
+        data = zlib.compress(json.dumps(stages, sort_keys=True).encode(), 9)
+        key = hashlib.sha256(data).hexdigest()[:16]
+        self._put_code(key, data)
+        return key
+
+    def _put_code(self, key: str, data: bytes) -> None:
+        with self._open() as db:
+            db.execute("INSERT OR IGNORE INTO code VALUES (?, ?)", (key, data))
+
+    def code(self, key: str) -> dict[str, str]:
+        return dict(json.loads(zlib.decompress(self._code(key))))
+
+    def _code(self, key: str) -> bytes:
+        with self._open() as db:
+            found = db.execute("SELECT data FROM code WHERE key = ?", (key,)).fetchone()
+        if found is None:
+            raise BadStore(f"{self.path} has no code {key}, which a row names")
+        return bytes(found[0])
+
     def finish(self, run: str) -> None:
         with self._open() as db:
             now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -140,7 +165,9 @@ def export(store: Store, runs: list[Run], path: Path, form: str) -> int:
     rows = [(run, row) for run in runs for row in store.rows(run.id)]
     if form == "json":
         document = [{**asdict(run), "rows": [asdict(row) for row in store.rows(run.id)]} for run in runs]
-        path.write_text(json.dumps({"schema": SCHEMA, "runs": document}))
+        keys = sorted({row.code for _, row in rows if row.code})
+        code = {key: base64.b64encode(store._code(key)).decode() for key in keys}
+        path.write_text(json.dumps({"schema": SCHEMA, "runs": document, "code": code}))
         return len(rows)
     flat = [{"run": run.id, "started": run.started, **asdict(row)} for run, row in rows]
     if form == "csv":
@@ -167,9 +194,12 @@ def import_runs(store: Store, path: Path) -> tuple[int, int]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         runs = [(Run(**{f.name: r[f.name] for f in fields(Run)}), list(map(_row, r["rows"]))) for r in document["runs"]]
+        code = {key: base64.b64decode(data) for key, data in document.get("code", {}).items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{path} is not a json export of runs: {type(error).__name__}: {error}") from None
     there = {run.id for run in store.runs()}
+    for key, data in code.items():
+        store._put_code(key, data)
     for run, rows in runs:
         if run.id not in there:
             store.put(run, rows)
