@@ -31,7 +31,7 @@ def run_json(*words, code=0):
 def test_doctor():
     found = run_json("doctor")
     assert {x["language"] for x in found["languages"]} >= {"triton", "numba", "cuda"}
-    assert found["ceilings"]["bandwidth"] > 0
+    assert found["ceilings"]["read"] > 0 and {p["peer"] for p in found["peers"]} >= {"torch", "liger"}
     said = run("doctor")
     assert "Languages" in said and "C compiler" in said and "GB/s" in said
 
@@ -72,18 +72,18 @@ def test_check_compiles_what_cannot_run():
 
 def test_bench_prints_and_writes(tmp_path):
     file, picture = tmp_path / "rows.csv", tmp_path / "table.svg"
-    words = ("bench", "softmax", "-b", "numba", "--case", "m=64,n=128,dtype=fp32", "--rounds", "6")
+    words = ("bench", "softmax", "-b", "numba", "--case", "m=64,n=128,dtype=fp32", "--screen", "--peers", "torch")
     said = run(*words, "--csv", str(file), "--svg", str(picture))
     assert "baseline:torch" in said and "GB/s" in said
     with file.open() as opened:
         lines = list(csv.DictReader(opened))
-    assert [x["kernel"] for x in lines] == ["baseline:torch", "control:torch", "numba"]
+    assert [x["kernel"] for x in lines] == ["baseline:torch", "numba", "control:torch", "control:copy"]
     assert all(float(x["ms"]) > 0 for x in lines)
     assert "<svg" in picture.read_text() and "url(http" not in picture.read_text()
 
 
 def test_every_bench_is_kept_and_compared(tmp_path):
-    words = ("bench", "softmax", "-b", "numba", "--case", "m=64,n=128,dtype=fp32", "--rounds", "6")
+    words = ("bench", "softmax", "-b", "numba", "--case", "m=64,n=128,dtype=fp32", "--screen", "--peers", "torch")
     one, two = (run_json(*words)["run"] for _ in range(2))
     assert {one, two} <= {run["id"] for run in run_json("runs")["runs"]}
     assert one in run("runs")
@@ -92,9 +92,9 @@ def test_every_bench_is_kept_and_compared(tmp_path):
         "compare", one, two, "--threshold", "1"
     )
     file = tmp_path / "runs.json"
-    assert "3 rows of 1 runs" in run("runs", "export", one, "-o", str(file))
+    assert "4 rows of 1 runs" in run("runs", "export", one, "-o", str(file))
     assert "0 new runs, 1 already here" in run("runs", "import", str(file))
-    assert run_json("runs", "export", two, "-o", str(file))["row_count"] == 3
+    assert run_json("runs", "export", two, "-o", str(file))["row_count"] == 4
     assert run_json("runs", "import", str(file))["known"] == 1
 
 
@@ -130,6 +130,8 @@ def test_cache_shows_and_clears(monkeypatch, tmp_path):
         (("check", "matmul", "--case", "m=3"), "needs n, k, got 'm=3'"),
         (("check", "--shapes", "llama-9000b"), "--shapes must be one of llama-8b, .*, got 'llama-9000b'"),
         (("bench", "--shapes", "quick", "--case", "m=3,n=4"), "--case and --shapes exclude each other"),
+        (("bench", "--peers", "cublast"), "--peers must be all, none, or some of torch, .*, got 'cublast'"),
+        (("bench", "--peers", "none,torch"), "--peers none stands alone, got none,torch"),
         (("runs", "export", "nothing", "-o", "x.csv"), "RUN must be an id, .*, got 'nothing'"),
         (("runs", "export", "-o", "x.doc"), "--format must be one of json, csv, parquet, got 'doc'"),
         (("compare", "nothing", "last"), "RUN must be an id, .*, got 'nothing'"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tilery.ops
+from cases import plain_case, size
 from tilery import backends, device, dispatch
 from tilery.errors import Wrong
 from tilery.op import REGISTRY
@@ -19,6 +20,7 @@ from tilery.workbench.place import place
 OPS = tuple(REGISTRY.values())
 KERNELS = [pytest.param(op, k, id=f"{op.name}-{k}") for op in OPS for k in op.kernels]
 CASES = [pytest.param(op, k, c, id=f"{op.name}-{k}-{c}") for op in OPS for k in op.kernels for c in op.cases["test"]]
+VARIANTS = ("per", "format")  # parameters by which a kernel's code differs much
 OTHER_LAYOUTS = ("padded", "far", "transposed")  # aligned ones and misaligned ones take different code: two are enough
 EXPORTS = {"archs", "Config", "configs", "default", "refusal", "compile", "run"}
 
@@ -85,10 +87,9 @@ def test_builds_with_triton_36(op, kernel, compiler_36, record_property):
 
 def compiled_per_dtype(op, kernel, arch, compiler, every):
     made = {}
-    candidates = [*op.cases["bench"][1:2], *op.cases["test"]]
-    for c in sorted(candidates, key=lambda c: -c.params["m"] * c.params["n"]):  # the largest of each dtype
-        dtype = c.params["dtype"]
-        what = f"{dtype} misaligned" if c.params.get("layout") == "misaligned" else dtype
+    for c in largest_first(op):
+        what = " ".join(str(c.params[p]) for p in ("dtype", *VARIANTS) if p in c.params)
+        what += " misaligned" if c.params.get("layout") == "misaligned" else ""
         if what in made or kernel in c.refused_by or (made and not every) or c.params.get("layout") in OTHER_LAYOUTS:
             continue
         specs = known_specs(op.name, str(c), "cpu" if arch == "cpu" else "cuda:0")
@@ -97,8 +98,12 @@ def compiled_per_dtype(op, kernel, arch, compiler, every):
 
 
 @functools.cache
+def largest_first(op):
+    return sorted([*op.cases["bench"][1:2], *op.cases["test"]], key=lambda c: -size(op, c))
+
+
+@functools.cache
 def known_specs(op, case, where):
-    """Drawing the largest takes a second."""
     return specs_for(REGISTRY[op], next(c for cs in REGISTRY[op].cases.values() for c in cs if str(c) == case), where)
 
 
@@ -112,7 +117,7 @@ def test_every_config_is_right(op, kernel):
     where = place(op, kernel)
     if where.device is None:
         pytest.skip("needs a GPU; the default config is compiled by test_builds_for_every_claimed_architecture")
-    small = case(m=40, n=96, k=136, dtype="fp16") if op.name == "matmul" else case(m=3, n=300, dtype="fp16")
+    small = plain_case(op, "fp16", kernel)
     specs = specs_for(op, small, str(where.device))
     configs = op.kernel(kernel).configs(*specs)
     assert configs and op.kernel(kernel).default(*specs)
@@ -146,17 +151,25 @@ def test_every_op_builds_everywhere(op):
 # Three planted bugs: the check that everything rests on can fail.
 
 
-def zero(op, outs, args):
-    outs[0].zero_()
+def zero(op, written, args):
+    for t in written:
+        t.zero_()
 
 
-def drops_the_tail(op, outs, args):
-    outs[0][:, :-1] = op.reference(*args)[:, :-1]
+def drops_the_tail(op, written, args):
+    """All but the last element of the first output."""
+    right = op.reference(*args)
+    results = (() if right is None else dispatch.packed(right)) + tuple(args[i] for i in op.mutated)
+    for target, value in zip(written, results):
+        kept = target.reshape(-1)[-1].clone() if target is written[0] else None
+        target.copy_(value)
+        if kept is not None:
+            target.view(-1)[-1] = kept
 
 
-def drops_a_k_tile(op, outs, args):
+def drops_a_k_tile(op, written, args):
     a, b = args
-    outs[0].copy_(a[:, :-16] @ b[:-16])
+    written[0].copy_(a[:, :-16] @ b[:-16])
 
 
 PLANTED = [(op, bug) for op in OPS for bug in (zero, drops_the_tail)] + [(REGISTRY["matmul"], drops_a_k_tile)]
@@ -165,10 +178,14 @@ PLANTED = [(op, bug) for op in OPS for bug in (zero, drops_the_tail)] + [(REGIST
 @pytest.mark.parametrize(("op", "bug"), PLANTED, ids=lambda v: getattr(v, "name", None) or v.__name__)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_planted_bug_is_found(op, bug, dtype, monkeypatch):
-    problem = case(m=64, n=127, k=4096, dtype=dtype) if op.name == "matmul" else case(m=64, n=127, dtype=dtype)
+    problem = plain_case(op, dtype, "numba")
     assert check(op, "numba", problem, "cpu").errors
-    monkeypatch.setattr(op.kernel("numba"), "run", lambda outs, args, config, *_: bug(op, outs, args))
-    with pytest.raises(Wrong, match=r"output 0 has error .* seed=|seed=.* output 0 has error"):
+
+    def run(outs, args, config, *_):
+        bug(op, (*outs, *(args[i] for i in op.mutated)), args)
+
+    monkeypatch.setattr(op.kernel("numba"), "run", run)
+    with pytest.raises(Wrong, match=r"output \d has error .* seed=|seed=.* output \d has error"):
         check(op, "numba", problem, "cpu")
 
 
@@ -188,6 +205,6 @@ def test_taking_what_it_should_refuse_fails():
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_interpreter_refuses_bf16(op):
     """It would multiply raw bits and say nothing."""
-    args = op.complete((), op.inputs(**op.cases["bench_cpu"][1].params | {"m": 2, "n": 16}, device="cpu"))
+    args = op.complete((), op.inputs(**plain_case(op, "bf16", "triton").params, device="cpu"))
     with pytest.raises(tilery.errors.NoBackend, match="raw bits of bf16"):
         op(*args, backend="triton")

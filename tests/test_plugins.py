@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from tilery.op import op
 from tilery.spec import Cost, Bucket, TensorSpec, case
-@op(check=lambda x: None, outputs=lambda x: (x,), cost=lambda x: Cost(1, x.nbytes), bucket=lambda x: Bucket("", {}),
+@op(check=lambda x: None, outputs=lambda x: (x,), cost=lambda x: Cost(1, x.nbytes, 0), bucket=lambda x: Bucket("", {}),
     inputs=lambda m, device, seed: {"x": torch.randn(m, device=device)}, cases={"test": [case(m=3)]},
     allowed={torch.float32: 1e-6}, kernels=(), baselines={})
 def acme_negate(x: Tensor) -> Tensor:

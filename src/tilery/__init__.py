@@ -1,6 +1,7 @@
 """GPU kernels for language models: written, checked, tuned, measured, explained and used, in every tile language."""
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -8,20 +9,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from tilery import errors as errors
     from tilery.dispatch import explain_dispatch as explain_dispatch
-    from tilery.ops import linear as linear
-    from tilery.ops import matmul as matmul  # type: ignore[no-redef]  # the op, not its folder
-    from tilery.ops import rms_norm as rms_norm  # type: ignore[no-redef]
-    from tilery.ops import silu_mul as silu_mul  # type: ignore[no-redef]
-    from tilery.ops import softmax as softmax  # type: ignore[no-redef]
+    from tilery.ops import *  # noqa: F403
 
-# Imported on first use, so that `tilery --help` does not wait for torch.
-_PUBLIC = {
-    "explain_dispatch": "tilery.dispatch",
-    "linear": "tilery.ops",
-    "matmul": "tilery.ops",
-    "rms_norm": "tilery.ops",
-    "silu_mul": "tilery.ops",
-    "softmax": "tilery.ops",
+# Imported on first use, so that `tilery --help` does not wait for torch. An op is its folder.
+_PUBLIC = {"explain_dispatch": "tilery.dispatch", "linear": "tilery.ops"} | {
+    folder.parent.name: "tilery.ops" for folder in sorted((Path(__file__).parent / "ops").glob("*/__init__.py"))
 }
 __all__ = ["__version__", "errors", *_PUBLIC]
 

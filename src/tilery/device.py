@@ -1,20 +1,15 @@
-"""What this machine is, and how fast it can be: ceilings are measured on it once and kept."""
+"""What this machine is. How fast it can be is in ceilings.py."""
 
 import contextlib
 import contextvars
 import functools
-import json
 import os
 import platform
 import re
-import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-
-from tilery import settings
 
 # What the project builds for: one of each kind of card in use. A kernel that builds for all of them says so with this.
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -78,52 +73,3 @@ def cores() -> int:
 
 def default() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """The best this machine did when it was asked: nothing runs much faster."""
-
-    bandwidth: float  # bytes/s of a large copy, read and written
-    flops: dict[str, float]  # dtype name -> FLOP/s of a large matrix product
-
-    def roof_ms(self, flops: int, nbytes: int, dtype: str) -> float:
-        rate = self.flops.get(dtype, max(self.flops.values()))
-        return 1e3 * max(flops / rate, nbytes / self.bandwidth)
-
-
-def ceilings(where: torch.device, measure: bool = False) -> Ceilings:
-    """Measured once per device, kept in the data folder; `measure` measures again."""
-    path = settings.get().data_dir / "ceilings" / f"{slug(where)}.json"
-    if path.exists() and not measure:
-        try:
-            return Ceilings(**json.loads(path.read_text()))
-        except (ValueError, TypeError) as error:
-            warnings.warn(f"{path} cannot be read ({error}); measuring again", stacklevel=2)
-    found = _measured(where)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(json.dumps(asdict(found)))
-        partial.replace(path)
-    except OSError as error:
-        warnings.warn(f"{path} cannot keep what was measured: {error}", stacklevel=2)
-    return found
-
-
-def _measured(where: torch.device) -> Ceilings:
-    from tilery import timing
-
-    elements, n = (2**28, 8192) if where.type == "cuda" else (2**24, 1024)
-    source = torch.randn(elements, device=where)
-    target = torch.empty_like(source)
-    # Not copy_: in a CUDA graph that is a memcpy node, which ran at 2.8 TB/s on an H200 where kernels reach 4.3.
-    copy = timing.best_ms(lambda: torch.mul(source, 1.5, out=target), where)
-    flops = {}
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    if where.type == "cuda":
-        dtypes["fp16"] = torch.float16  # on a CPU torch multiplies fp16 so slowly that it is no ceiling
-    for dtype_name, dtype in dtypes.items():
-        a, b = (torch.randn(n, n, device=where).to(dtype) for _ in range(2))
-        flops[dtype_name] = 2 * n**3 / timing.best_ms(lambda a=a, b=b: a @ b, where) * 1e3  # type: ignore[misc]
-    return Ceilings(bandwidth=2 * elements * 4 / copy * 1e3, flops=flops)

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from tilery.errors import require
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -63,8 +69,15 @@ def require_dense(what: str, t: Tensor) -> None:
 
 
 class Cost(NamedTuple):
-    flops: int  # least arithmetic the op needs
-    bytes: int  # least memory traffic the op needs
+    """The least an op needs: what no kernel can do without."""
+
+    flops: int
+    reads: int  # bytes
+    writes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.reads + self.writes
 
 
 class Bucket(NamedTuple):

@@ -1,38 +1,82 @@
-"""Rows of a bench: what ran, what was compiled, what was wrong."""
+"""Rows of one case: what was checked, timed, wrong or impossible."""
+
+import re
 
 import pytest
 import torch
 
+from tilery import ceilings
+from tilery.ceilings import Ceilings
 from tilery.op import REGISTRY
 from tilery.spec import case
-from tilery.workbench.bench import bench
+from tilery.timing import Depth
+from tilery.workbench import bench
+from tilery.workbench.bench import Unit
 
 SMALL = case(m=64, n=256, dtype="fp32")
+SLOW = Ceilings(read=1e15, copy=1e15, write=1e15, flops={"fp32": 1e18}, launch_us=1.0)  # nothing is faster
 
 
-def rows(op, kernels, compiler, given=SMALL):
-    return {row.kernel: row for row in bench(REGISTRY[op], kernels, [given], compiler, rounds=6)}
+@pytest.fixture(autouse=True)
+def _known_ceilings(monkeypatch):
+    monkeypatch.setattr(ceilings, "ceilings", lambda where: SLOW)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU nothing needs to be compiled")
-def test_what_runs_is_timed_and_the_rest_is_compiled(compiler):
-    found = rows("softmax", ["numba", "triton"], compiler)
-    assert list(found) == ["baseline:torch", "control:torch", "numba", "triton"]
-    for name in ("baseline:torch", "numba"):
-        row = found[name]
+def rows(op, kernels=("numba",), peers=("baseline:torch",), given=SMALL):
+    unit = Unit(op, given, "cpu", tuple(kernels), tuple(peers), Depth(rounds=6, block_ms=1.0, warm_s=0.0))
+    return {row.kernel: row for row in bench.measure(unit)}
+
+
+def test_what_runs_is_timed_beside_its_peers():
+    found = rows("softmax")
+    assert list(found) == ["baseline:torch", "numba", "control:torch", "control:copy"]
+    for row in found.values():
         assert row.status == "pass" and row.ms_low <= row.ms <= row.ms_high and row.timed_by == "clock"
-        assert row.gbps == pytest.approx(2 * 64 * 256 * 4 / row.ms / 1e6) and row.roof > 0
+        assert row.gbps == pytest.approx(2 * 64 * 256 * 4 / row.ms / 1e6) and row.roof > 0 and row.inputs == "cold"
+        assert row.bytes == 2 * 64 * 256 * 4 and row.dtype == "fp32"
     assert found["baseline:torch"].ratio == 1.0 and found["numba"].error < 1e-6
-    assert found["triton"].status == "compiled" and found["triton"].registers > 0 and found["triton"].arch == "sm_90"
+    assert found["baseline:torch"].error < 1e-6
 
 
-def test_a_wrong_kernel_is_not_timed(compiler, monkeypatch):
+def test_arithmetic_has_no_copy_beside_it(monkeypatch):
+    monkeypatch.setattr(ceilings, "ceilings", lambda where: Ceilings(1e15, 1e15, 1e15, {"fp32": 1.0}, 1.0))
+    assert "control:copy" not in rows("softmax")
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch):
     monkeypatch.setattr(REGISTRY["softmax"].kernel("numba"), "run", lambda outs, args, config: outs[0].zero_())
-    row = rows("softmax", ["numba"], compiler)["numba"]
+    row = rows("softmax")["numba"]
     assert row.status == "fail" and row.ms is None and "output 0 has error" in row.reason
 
 
-def test_a_kernel_that_turns_wrong_while_it_is_timed_is_found(compiler, monkeypatch):
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x: torch.zeros_like(x), "output 0 has error 1.00e[+]00"),
+        (lambda x: torch.softmax(x, -1)[1:], r"output 0 must be \[64, 256\], is \[63, 256\]"),
+        (lambda x: (x, x), "should give 1 outputs, gave 2"),
+        (lambda x: x.softmax(-1).add_(x.zero_()), "wrote its input x"),
+        (lambda x: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda x: torch.empty_like(x), "output 0 has error"),  # what it leaves unwritten is poisoned
+    ],
+)
+def test_a_wrong_peer_is_not_timed(monkeypatch, function, reason):
+    monkeypatch.setitem(REGISTRY["softmax"].baselines, "baseline:liger", function)
+    found = rows("softmax", peers=("baseline:torch", "baseline:liger"))
+    row = found["baseline:liger"]
+    assert row.status == "fail" and row.ms is None and re.search(reason, row.reason), row.reason
+    assert found["numba"].ms > 0
+
+
+def test_a_time_below_the_roof_is_a_measurement_error(monkeypatch):
+    real = Ceilings(read=1e3, copy=1e3, write=1e3, flops={"fp32": 1e18}, launch_us=1.0)  # a kilobyte a second
+    monkeypatch.setattr(ceilings, "ceilings", lambda where: real)
+    row = rows("softmax")["numba"]
+    assert row.status == "fail" and row.ms is None and row.ratio is None and row.samples
+    assert row.reason.startswith("a measurement error, not a speed")
+
+
+def test_a_kernel_that_turns_wrong_while_it_is_timed_is_found(monkeypatch):
     kernel, calls = REGISTRY["softmax"].kernel("numba"), []
     right = kernel.run
 
@@ -43,11 +87,11 @@ def test_a_kernel_that_turns_wrong_while_it_is_timed_is_found(compiler, monkeypa
             outs[0].zero_()
 
     monkeypatch.setattr(kernel, "run", run)
-    row = rows("softmax", ["numba"], compiler)["numba"]
+    row = rows("softmax")["numba"]
     assert row.status == "fail" and row.reason.startswith("right before it was timed, not after: softmax numba")
 
 
-def test_the_control_is_the_baseline_timed_once_more(compiler, monkeypatch):
+def test_the_control_is_the_baseline_timed_once_more(monkeypatch):
     op, calls = REGISTRY["softmax"], []
 
     def counted(x):
@@ -55,15 +99,19 @@ def test_the_control_is_the_baseline_timed_once_more(compiler, monkeypatch):
         return torch.softmax(x, -1)
 
     monkeypatch.setitem(op.baselines, "baseline:torch", counted)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    found = rows("softmax", ["numba"], compiler)
-    assert len(calls) == 2 * (2 + 6)  # two arms, each warmed up twice, then six rounds
+    found = rows("softmax")
+    assert len(calls) == 2 * (2 + 12) + 2  # two arms, warmed up twice, six rounds there and back; checked twice
     base, control = found["baseline:torch"], found["control:torch"]
     assert len(base.samples) == len(control.samples) == 6 and base.samples != control.samples
     assert control.ratio_low <= control.ratio <= control.ratio_high
 
 
-def test_a_refusal_is_a_row_with_its_sentence(compiler, monkeypatch):
+def test_without_torch_there_is_no_ratio():
+    found = rows("softmax", peers=())
+    assert list(found) == ["numba", "control:copy"] and found["numba"].ratio is None and found["numba"].ms > 0
+
+
+def test_a_refusal_is_a_row_with_its_sentence(monkeypatch):
     monkeypatch.setattr(REGISTRY["softmax"].kernel("numba"), "refusal", lambda x, config=None: "not on Sundays")
-    row = rows("softmax", ["numba"], compiler)["numba"]
+    row = rows("softmax")["numba"]
     assert (row.status, row.reason) == ("refused", "not on Sundays")

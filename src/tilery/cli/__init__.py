@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from tilery.cli import bench, cache, check, compare, doctor, ops, runs, show
+from tilery.cli import bench, cache, check, compare, doctor, ops, plot, report, runs, show
 
 app = typer.Typer(
     help="GPU kernels for language models: check, bench and show them, in every tile language.",
@@ -18,6 +18,8 @@ app.command("check")(check.check)
 app.command("bench")(bench.bench)
 app.command("compare")(compare.compare)
 app.add_typer(runs.runs, name="runs")
+app.command("report")(report.report)
+app.command("plot")(plot.plot)
 app.command("show")(show.show)
 app.command("cache")(cache.cache)
 

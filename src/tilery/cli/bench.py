@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +25,7 @@ _COLUMNS = (
     "rate",
     "roof",
     "× torch",
+    "inputs",
     "error",
     "regs",
     "spills",
@@ -39,50 +41,58 @@ def bench(
     backend: common.Backends = None,
     case: common.CaseText = None,
     shapes: common.Shapes = None,
-    rounds: Annotated[int, typer.Option(min=6, help="Every arm is timed once a round.")] = 20,
+    peers: common.Peers = None,
+    screen: Annotated[bool, typer.Option("--screen", help="Six rounds of 2 ms turns: to find, not to claim.")] = False,
+    warm: Annotated[bool, typer.Option("--warm", help="Inputs from the caches; from memory if not.")] = False,
+    rounds: Annotated[int | None, typer.Option(min=6, help="Turns there and back of every arm.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the table as a picture.")] = None,
     json: common.Json = False,
-) -> None:
-    """Check, then time kernels against torch in one interleaved run; what cannot run here is compiled."""
-    from tilery.workbench import bench as workbench
-    from tilery.workbench.compile import Compiler
-    from tilery.workbench.result import write_csv
-    from tilery.workbench.store import Store, command_line
+) -> None:  # fmt: skip
+    """Check, then time kernels in turns with what a user could run instead; what cannot run here is compiled."""
+    from tilery import timing
+    from tilery.workbench.result import is_ours, write_csv
+    from tilery.workbench.run import Choice, run
+    from tilery.workbench.store import Store
 
     common.require_writable(csv)
     common.require_writable(svg)
     chosen = common.chosen_ops(ops)
     common.require_known(chosen, backend)
-    rows: list[Row] = []
-    store = Store()
-    run = store.start(command_line())
-    with Compiler() as compiler, common.progress(len(chosen)) as (say, count):
-        for op in chosen:
-            given = common.chosen_cases(op, case, shapes)
-            for row in workbench.bench(op, common.chosen_kernels(op, backend), given, compiler, rounds, say):
-                store.add(run, row)  # at once: what was measured outlives a Ctrl-C
-                rows.append(row)
-            count()
-    store.finish(run)
+    against = common.chosen_peers(chosen, peers)
+    choices = [
+        Choice(
+            op,
+            common.chosen_kernels(op, backend),
+            against[op.name],
+            common.chosen_cases(op, case, shapes),
+            bool(backend),
+        )
+        for op in chosen
+    ]
+    depth = timing.SCREEN if screen else timing.FULL
+    depth = replace(depth, rounds=rounds or depth.rounds)
+    with common.progress() as (say, count):
+        done = run(choices, Store(), depth, not warm, say, count)
     if csv:
-        write_csv(rows, csv)
-    table = _table(rows)
+        write_csv(done.rows, csv)
+    table = _table(done.rows)
     if svg:
         _draw(table, svg)
     if json:
-        common.print_json(rows, run=run)
+        common.print_json(done.rows, run=done.id)
     else:
         common.console().print(table)
-        print(f"kept as run {run}", file=sys.stderr)
-    raise typer.Exit(1 if any(row.status == "fail" for row in rows) else 0)
+        print(f"kept as run {done.id}", file=sys.stderr)
+    raise typer.Exit(1 if any(row.status == "fail" and is_ours(row.kernel) for row in done.rows) else 0)
 
 
 def _table(rows: "list[Row]") -> Table:
     from tilery.workbench.result import machine
 
     here = machine()
-    title = f"tilery bench on {here['gpu'] or here['cpu']}, torch {here['torch']}"
+    where = here["gpu"] or here["cpu"]
+    title = f"tilery bench on {where}, torch {here['torch']}; inputs from memory unless it says warm"
     return common.table(title, _COLUMNS, map(_line, rows), _RIGHT)
 
 
@@ -95,8 +105,9 @@ def _draw(table: Table, svg: Path) -> None:
 
 def _line(row: "Row") -> tuple[str, ...]:
     return (
-        row.op, row.case, row.kernel, *_measures(row), common.number(row.error, ".0e"),
-        common.number(row.registers), common.number(row.spills), common.number(row.shared),
+        row.op, row.case, row.kernel, *_measures(row), "" if row.inputs == "cold" else row.inputs,
+        common.number(row.error, ".0e"), common.number(row.registers), 
+        common.number(row.spills), common.number(row.shared),
         common.styled(row.status) + (f" {row.arch}" if row.arch else ""),
         common.literal(row.reason) if row.status in ("fail", "refused", "skipped") else "",
     )  # fmt: skip

@@ -28,6 +28,11 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object alone on std
 
 Shapes = Annotated[str | None, typer.Option("--shapes", help="A named set: llama-8b, qwen3-8b, deepseek-v3, quick …")]
 
+Peers = Annotated[
+    list[str] | None,
+    typer.Option("--peers", help="all (if not given), none, or names: torch, compile, liger …"),
+]
+
 STYLE = {"pass": "green", "fail": "bold red", "refused": "yellow", "compiled": "cyan", "skipped": "dim"}
 
 
@@ -56,6 +61,20 @@ def require_known(ops: "list[Op]", asked: list[str] | None) -> None:
     for name in asked or []:
         if not any(name in (k, k.partition(".")[0]) for k in kernels):
             raise BadInput(f"--backend must be one of {', '.join(kernels)}, got {name!r}")
+
+
+def chosen_peers(ops: "list[Op]", asked: list[str] | None) -> dict[str, list[str]]:
+    """Per op the baselines to time: all of them, none, or the ones named (without `baseline:`)."""
+    from tilery.peers import PEERS
+
+    names = [name for text in asked or ["all"] for name in text.split(",")]
+    for name in names:
+        if name not in ("all", "none", *PEERS):
+            raise BadInput(f"--peers must be all, none, or some of {', '.join(PEERS)}, got {name!r}")
+    if "none" in names and len(names) > 1:
+        raise BadInput(f"--peers none stands alone, got {','.join(names)}")
+    wanted = set(PEERS) if "all" in names else set(names)
+    return {op.name: [b for b in op.baselines if b.removeprefix("baseline:") in wanted] for op in ops}
 
 
 def parsed_case(op: "Op", text: str) -> "Case":
@@ -100,15 +119,18 @@ def require_writable(path: Path | None) -> None:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Any]:
-    """A bar on stderr; yields a function that says what is under way and one that counts."""
+def progress(total: int | None = None) -> Iterator[Any]:
+    """A bar on stderr; yields a function that says what is under way and one that counts and may be told the total."""
     shown = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(),
     )  # fmt: skip
     with shown:
         task = shown.add_task("starting", total=total)
-        yield lambda text: shown.update(task, description=text[:70]), lambda: shown.advance(task)
+        yield (
+            lambda text: shown.update(task, description=text[:70]),
+            lambda total=total: shown.update(task, advance=1, total=total),
+        )
 
 
 def print_json(rows: "Iterable[Row]", **more: Any) -> None:
@@ -123,7 +145,7 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], rig
     filled = [i for i in range(len(columns)) if any(line[i] for line in lines)]
     made = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
     for i in filled:
-        wraps = columns[i] == "reason"
+        wraps = columns[i] in ("reason", "command")
         made.add_column(columns[i], justify="right" if columns[i] in right else "left", no_wrap=not wraps)
     for line in lines:
         made.add_row(*(line[i] for i in filled))

@@ -3,6 +3,7 @@
 import platform
 import shutil
 import sysconfig
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ def doctor(
 ) -> None:
     """Say what this machine is, which languages it has, what is missing and how fast it can be."""
     from tilery import backends, device
+    from tilery.ceilings import ceilings
     from tilery.workbench.result import machine
 
     here = machine()
@@ -26,10 +28,11 @@ def doctor(
         for lang in backends.LANGUAGES.values()
     ]
     tools = _tools()
-    ceilings = device.ceilings(where, measure)
+    others = _peers()
+    roof = ceilings(where, measure)
     if json:
-        found = {"bandwidth": ceilings.bandwidth, "flops": ceilings.flops, "device": device.name(where)}
-        common.print_json([], languages=languages, tools=tools, ceilings=found)
+        found = {**asdict(roof), "device": device.name(where)}
+        common.print_json([], languages=languages, tools=tools, peers=others, ceilings=found)
         return
     console = common.console()
     console.print(
@@ -41,13 +44,22 @@ def doctor(
         (t["tool"], _good(bool(t["path"])), common.literal(t["path"] or t["missing"]), t["needed_for"]) for t in tools
     ]
     console.print(common.table("\nTools", ("tool", "here", "path, or what adds it", "needed for"), lines))
-    rates = [("copy, read and written", f"{ceilings.bandwidth / 1e9:.1f} GB/s")]
-    rates += [(f"matrix product, {name}", f"{rate / 1e12:.2f} TFLOP/s") for name, rate in ceilings.flops.items()]
+    named = [(p["peer"], _good(not p["missing"]), common.literal(p["missing"])) for p in others]
+    console.print(common.table("\nPeers, that bench holds kernels against", ("peer", "here", "reason"), named))
+    rates = [(what, f"{getattr(roof, what) / 1e9:.1f} GB/s") for what in ("read", "copy", "write")]
+    rates += [(f"matrix product, {name}", f"{rate / 1e12:.2f} TFLOP/s") for name, rate in roof.flops.items()]
+    rates += [("launch", f"{roof.launch_us:.2f} µs")]
     console.print(common.table(f"\nCeilings measured on {device.name(where)}", ("what", "rate"), rates, ("rate",)))
 
 
 def _good(ok: bool) -> str:
     return "[green]yes[/]" if ok else "[yellow]no[/]"
+
+
+def _peers() -> list[dict[str, str]]:
+    from tilery import peers
+
+    return [{"peer": name, "missing": peers.missing(name) or ""} for name in peers.PEERS]
 
 
 def _tools() -> list[dict[str, str]]:

@@ -59,10 +59,10 @@ def bucket_rows(x: TensorSpec) -> Bucket:
     return Bucket(exact=f"n={n},{dtype_name(x.dtype)}", scaled={"m": m})
 
 
-def cost_rows(x: TensorSpec, flops: int, tensors: int, extra: int = 0) -> Cost:
-    """`flops` an element; `tensors` of x's size read or written, and `extra` bytes."""
+def cost_rows(x: TensorSpec, flops: int, reads: int = 1, writes: int = 1, extra: int = 0) -> Cost:
+    """`flops` an element; so many tensors of x's size read and written, and `extra` bytes read."""
     m, n, _ = rows(x)
-    return Cost(flops=flops * m * n, bytes=tensors * x.nbytes + extra)
+    return Cost(flops * m * n, reads * x.nbytes + extra, writes * x.nbytes)
 
 
 def draw(m: int, n: int, dtype: str, g: Any, layout: str, special: str, batch: int) -> Any:

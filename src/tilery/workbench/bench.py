@@ -1,104 +1,170 @@
-"""How fast is a kernel? Checked first, then timed in turns with what a user would run instead."""
+"""How fast is a kernel? Checked, timed in turns with what a user would run instead, and checked again."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tilery import device, dispatch, timing
-from tilery.op import Op
+from tilery import ceilings, device, dispatch, timing
+from tilery.op import REGISTRY, Op
+from tilery.peers import PEERS
 from tilery.spec import Case, Cost
-from tilery.workbench.check import checked
-from tilery.workbench.compile import Compiler
-from tilery.workbench.place import not_run, place
-from tilery.workbench.result import Row
+from tilery.workbench.check import check_baseline, checked
+from tilery.workbench.place import place
+from tilery.workbench.result import Row, is_peer
 
 BASE = "baseline:torch"
 CONTROL = "control:torch"  # the baseline once more: how far its ratio is from 1 is what the others' ratios are worth
+COPY = "control:copy"  # as many bytes, copied: what memory could do in this very run
 _COLD_BYTES = 256 * 2**20  # input sets rotate through more than the H200's 60 MB of L2
 _MOST_SETS = 1024
+# Of the time at the measured ceilings: less is no speed. They are the best of a few tries, so a little faster is fair;
+# a CPU's change with its neighbours, and its caches may hold more than was flushed.
+_IMPOSSIBLE = {"cuda": 0.9, "cpu": 0.5}
+
+Sets = list[tuple[Any, ...]]
 
 
-def bench(
-    op: Op, kernels: list[str], given: list[Case] | None, compiler: Compiler, rounds: int = 20,
-    progress: timing.Progress = lambda _: None,
-) -> Iterator[Row]:  # fmt: skip
-    """Every kernel on the given cases or on its device's own; with each timed case, its baselines."""
+@dataclass(frozen=True)
+class Unit:
+    """One case of one op, and the arms to time on it. Plain data: it may be measured in another process."""
+
+    op: str
+    case: Case
+    device: str
+    kernels: tuple[str, ...]
+    peers: tuple[str, ...]  # "baseline:…"
+    depth: timing.Depth = timing.FULL
+    cold: bool = True
+
+    def without(self, arms: set[str]) -> "Unit":
+        kernels, peers = (tuple(a for a in names if a not in arms) for names in (self.kernels, self.peers))
+        return dataclasses.replace(self, kernels=kernels, peers=peers)
+
+
+def units(
+    op: Op, kernels: list[str], peers: list[str], given: list[Case] | None, depth: timing.Depth, cold: bool = True
+) -> list[Unit]:
+    """Every kernel that runs here on the given cases or on its device's own; with each, the peers of that device."""
     places = {kernel: place(op, kernel) for kernel in kernels}
+    found = []
     for where, own in ((device.default(), "bench"), (torch.device("cpu"), "bench_cpu")):
-        able = [k for k, p in places.items() if p.device == where and not p.interpreted]
         if own == "bench" and where.type == "cpu":
             continue
+        able = tuple(k for k, p in places.items() if p.device == where and not p.interpreted)
+        with_them = tuple(p for p in peers if where.type == "cuda" or not PEERS[p.removeprefix("baseline:")].gpu)
         for case in (given or op.cases[own]) if able else []:
-            yield from _timed(op, able, case, where, rounds, progress)
-    for kernel, found in places.items():
-        if found.device is None or found.interpreted:
-            progress(f"compiling {op.name} {kernel}")
-            cases = given or op.cases["bench"]
-            yield not_run(op, kernel, cases[len(cases) // 2], compiler)
+            found.append(Unit(op.name, case, str(where), able, with_them, depth, cold))
+    return found
 
 
-def _timed(
-    op: Op, kernels: list[str], case: Case, where: torch.device, rounds: int, progress: timing.Progress
-) -> Iterator[Row]:
+def measure(unit: Unit, progress: timing.Progress = lambda arm, what: None) -> Iterator[Row]:
+    """A row for every arm, and for the controls."""
+    op, where = REGISTRY[unit.op], torch.device(unit.device)
     good: dict[str, Row] = {}
-    for kernel in kernels:
-        progress(f"checking {op.name} {kernel} {case}")
-        row = checked(op, kernel, case, where)
+    for name in (*unit.peers, *unit.kernels):
+        progress(name, "checking")
+        row = _checked(op, name, unit.case, where)
         if row.status == "pass":
-            good[kernel] = row
+            good[name] = row
         else:
             yield row
-    sets = _input_sets(op, case, where)
-    arms = {name: _baseline(function, sets) for name, function in op.baselines.items()}
+    sets = _input_sets(op, unit, where)
+    cost, dtype = op.cost(*op.specs(sets[0])), str(unit.case.params.get("dtype", "fp32"))
+    roof = ceilings.ceilings(where)
+    arms = {name: _arm(op, name, sets, row) for name, row in good.items()}
     if BASE in arms:
-        arms[CONTROL] = _baseline(op.baselines[BASE], sets)
-    for kernel, row in good.items():
-        plan = dispatch.decide(op, op.specs(sets[0]), kernel, None)
-        arms[kernel], row.config = _planned(plan, sets), str(plan.config)
-    times = timing.time_arms(arms, len(sets), where, rounds, progress=lambda s: progress(f"{op.name} {case}: {s}"))
-    for kernel, row in good.items():
-        progress(f"checking {op.name} {kernel} {case} again")
-        again = checked(op, kernel, case, where)  # on fresh data: being timed must not have made it wrong
+        arms[CONTROL] = _arm(op, BASE, sets, Row("", "", "", ""))
+    arithmetic = roof.arithmetic_ms(cost, dtype) > roof.memory_ms(cost)
+    if not arithmetic:
+        arms[COPY] = _copies(cost.bytes, len(sets), where)
+    base = BASE if BASE in arms else None
+    paired = arithmetic and base is not None and len(arms) > 1  # power limits arithmetic
+    times = timing.time_arms(arms, len(sets), where, unit.depth, base, paired, unit.cold, progress)
+    for name, row in good.items():
+        progress(name, "checking again")
+        again = _checked(op, name, unit.case, where)  # on fresh data: being timed must not have made it wrong
         if again.status != "pass":
             row.status, row.reason = "fail", f"right before it was timed, not after: {again.reason or again.status}"
-    cost = op.cost(*op.specs(sets[0]))
-    ceilings = device.ceilings(where)
     for name, found in times.items():
-        row = good.get(name) or Row(op.name, name, str(case), "pass", device=device.name(where))
-        _measured(row, found, times.get(BASE), cost, ceilings, str(case.params.get("dtype", "fp32")))
+        row = good.get(name) or Row(op.name, name, str(unit.case), "pass", device=device.name(where))
+        row.inputs, row.dtype, row.flops, row.bytes = _said(unit, sets, cost, where), dtype, cost.flops, cost.bytes
+        _measured(row, found, cost, roof)
+        floor = roof.roof_ms(cost, dtype) if row.inputs == "cold" else roof.arithmetic_ms(cost, dtype)
+        if row.status == "pass" and found.median < _IMPOSSIBLE[where.type] * floor:
+            _reject(row, found.median, floor)
         yield row
 
 
-def _input_sets(op: Op, case: Case, where: torch.device) -> list[tuple[Any, ...]]:
+def _checked(op: Op, name: str, case: Case, where: torch.device) -> Row:
+    if not is_peer(name):
+        return checked(op, name, case, where)
+    return checked(op, name, case, where, check_baseline)
+
+
+def _input_sets(op: Op, unit: Unit, where: torch.device) -> Sets:
     def draw(seed: int) -> tuple[Any, ...]:
-        return op.complete((), op.inputs(**case.params, device=where, seed=seed))
+        return op.complete((), op.inputs(**unit.case.params, device=where, seed=seed))
 
     first = draw(0)
+    if where.type != "cuda" or not unit.cold:
+        return [first]  # on a CPU the caches are overwritten instead
     wanted = -(-_COLD_BYTES // max(op.cost(*op.specs(first)).bytes, 1))
-    count = min(max(wanted, 2), _MOST_SETS) if where.type == "cuda" else 1
-    return [first, *(draw(seed) for seed in range(1, count))]
+    return [first, *(draw(seed) for seed in range(1, min(max(wanted, 2), _MOST_SETS)))]
 
 
-def _baseline(function: Callable[..., Any], sets: list[tuple[Any, ...]]) -> timing.Arm:
+def _said(unit: Unit, sets: Sets, cost: Cost, where: torch.device) -> str:
+    """Cold only where the sets are several times the cache: of the smallest problems no number of sets is."""
+    if not unit.cold:
+        return "warm"
+    if where.type != "cuda":
+        return "cold"
+    cache = torch.cuda.get_device_properties(where).L2_cache_size
+    return "cold" if len(sets) * cost.bytes > 3 * cache else "warm"
+
+
+def _arm(op: Op, name: str, sets: Sets, row: Row) -> timing.Arm:
+    call: Callable[..., Any]
+    if is_peer(name):
+        call = op.baselines[name]
+    else:
+        plan = dispatch.decide(op, op.specs(sets[0]), name, None)
+        row.config = str(plan.config)
+        call = lambda *args: plan(args)  # noqa: E731
     held: dict[int, Any] = {}  # each set's output stays, so that outputs rotate as inputs do
 
     def arm(i: int) -> None:
-        held[i] = function(*sets[i])
+        held[i] = call(*sets[i])
 
     return arm
 
 
-def _planned(plan: dispatch.Plan, sets: list[tuple[Any, ...]]) -> timing.Arm:
-    return _baseline(lambda *args: plan(args), sets)
+def _copies(nbytes: int, sets: int, where: torch.device) -> timing.Arm:
+    """Reads half of the bytes and writes half, by a kernel: in a graph `copy_` would be a slower memcpy node."""
+    sources = [torch.randn(max(nbytes // 8, 1), device=where) for _ in range(sets)]
+    targets = [torch.empty_like(source) for source in sources]
+    return lambda i: torch.mul(sources[i], 1.5, out=targets[i])
 
 
-def _measured(
-    row: Row, found: timing.Timing, base: timing.Timing | None, cost: Cost, ceilings: device.Ceilings, dtype: str
-) -> None:
-    row.samples = found.samples
-    row.ms, (row.ms_low, row.ms_high), row.timed_by = found.median, found.interval, found.how
+def _measured(row: Row, found: timing.Timing, cost: Cost, roof: ceilings.Ceilings) -> None:
+    row.samples, row.against, row.timed_by = found.samples, found.against, found.how
+    if found.conditions is not None:
+        row.clock, row.power, row.temperature = found.conditions
+    row.ms, (row.ms_low, row.ms_high) = found.median, found.interval
     row.gbps, row.tflops = cost.bytes / found.median / 1e6, cost.flops / found.median / 1e9
-    row.roof = ceilings.roof_ms(cost.flops, cost.bytes, dtype) / found.median
-    if base is not None:
-        row.ratio, row.ratio_low, row.ratio_high = timing.ratio(found, base)
+    row.roof = roof.roof_ms(cost, row.dtype) / found.median
+    if found.ratio is not None:
+        row.ratio, row.ratio_low, row.ratio_high = found.ratio
+
+
+def _reject(row: Row, ms: float, least_ms: float) -> None:
+    """A time that cannot be true gives no speed and no ratio; its samples stay, to be looked at."""
+    row.status = "fail"
+    row.reason = (
+        f"a measurement error, not a speed: {ms:.4g} ms, where this machine needs {least_ms:.4g} ms at the rates "
+        "measured on it (`tilery doctor --measure` measures them again)"
+    )
+    row.ms = row.ms_low = row.ms_high = row.gbps = row.tflops = row.roof = None
+    row.ratio = row.ratio_low = row.ratio_high = None

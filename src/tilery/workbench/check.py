@@ -17,8 +17,9 @@ from tilery.workbench.compile import Compiler, specs_for
 from tilery.workbench.place import Place, not_run, place
 from tilery.workbench.result import Row
 
-# Finite, in every dtype, far from any result: an element that is not written gives itself away even where NaN is right.
-_POISON = -24576.0
+# Finite, far from any result: an element that is not written gives itself away even where NaN is right.
+_POISON = {torch.float8_e4m3fn: -416.0, torch.int8: -99, torch.uint8: 199, torch.bool: True}
+_POISON_ELSE = -24576
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ def error(out: Tensor, ref: Tensor) -> float:
     """rms(out - ref) / rms(ref) in float64 over what is finite; inf unless NaN and infinities are in place."""
     difference = total = 0.0
     for o, r in zip(out.reshape(-1).split(_CHUNK), ref.reshape(-1).split(_CHUNK)):
-        o, finite = o.double(), r.isfinite()
+        o, r = o.double(), r.double()
+        finite = r.isfinite()
         in_place = torch.equal(o[~finite].nan_to_num(nan=1.5), r[~finite].nan_to_num(nan=1.5))
         if not in_place or not o[finite].isfinite().all():
             return float("inf")
@@ -46,26 +48,57 @@ def error(out: Tensor, ref: Tensor) -> float:
 
 
 def poisoned(spec: Any) -> Tensor:
-    return spec.empty().fill_(_POISON)
+    return spec.empty().fill_(_POISON.get(spec.dtype, _POISON_ELSE))
 
 
 def check(op: Op, kernel: str, case: Case, target: Any, seed: int | None = None, config: Any = None) -> Checked:
     """The error of each output, or the kernel's refusal; raises Wrong."""
-    seed = random.randrange(2**31) if seed is None else seed
-    where = f"{op.name} {kernel} {case} seed={seed}" + (f" {config}" if config is not None else "")
-    args = op.complete((), op.inputs(**case.params, device=target, seed=seed))
+    where, args = _drawn(op, kernel, case, target, seed)
+    where += f" {config}" if config is not None else ""
     specs = op.specs(args)
     op.validate(specs)
     if why := dispatch.refusal(op, kernel, specs, config):
         return Checked((), why)
     plan = dispatch.decide(op, specs, kernel, config)
     outs = tuple(poisoned(spec) for spec in plan.outs)
+
+    def launch(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        plan.launch(outs, args)
+        return outs
+
+    return Checked(_judged(op, where, args, launch))
+
+
+def check_baseline(op: Op, name: str, case: Case, target: Any, seed: int | None = None) -> Checked:
+    """The same for a peer. It makes its outputs itself, so the memory that torch will give it is poisoned."""
+    where, args = _drawn(op, name, case, target, seed)
+    spoilt = [poisoned(spec) for spec in op.outputs(*op.specs(args))]
+    del spoilt
+
+    def call(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        made = op.baselines[name](*args)
+        return () if op.mutates or made is None else dispatch.packed(made)
+
+    return Checked(_judged(op, where, args, call))
+
+
+def _drawn(op: Op, arm: str, case: Case, target: Any, seed: int | None) -> tuple[str, tuple[Any, ...]]:
+    """What is checked, in words, and its arguments."""
+    seed = random.randrange(2**31) if seed is None else seed
+    args = op.complete((), op.inputs(**case.params, device=target, seed=seed))
+    return f"{op.name} {arm} {case} seed={seed}", args
+
+
+def _judged(
+    op: Op, where: str, args: tuple[Any, ...], call: Callable[[tuple[Any, ...]], tuple[Tensor, ...]]
+) -> tuple[float, ...]:
+    """Runs it and compares outputs, then mutated arguments, with the float64 reference; other inputs must be kept."""
     before = [a.clone() if isinstance(a, Tensor) else a for a in args]
-    plan.launch(outs, args)
-    if torch.device(target).type == "cuda":
-        torch.cuda.synchronize(target)
+    outs = call(args)
+    if any(isinstance(a, Tensor) and a.is_cuda for a in args):
+        torch.cuda.synchronize()
     _require_inputs_kept(op, where, before, args)
-    return Checked(_errors(op, where, before, (*outs, *(args[i] for i in plan.mutated))))
+    return _errors(op, where, before, (*outs, *(args[i] for i in op.mutated)))
 
 
 def conform(op: Op, kernel: str, case: Case, target: Any) -> Checked:
@@ -94,7 +127,12 @@ def _errors(op: Op, where: str, args: list[Any], outs: tuple[Tensor, ...]) -> tu
     wide = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
     result = op.reference(*wide)
     refs = (() if result is None else dispatch.packed(result)) + tuple(wide[i] for i in op.mutated)
-    errors = tuple(error(out, ref) for out, ref in zip(outs, refs, strict=True))
+    if len(outs) != len(refs):
+        raise Wrong(f"{where}: should give {len(refs)} outputs, gave {len(outs)}")
+    for i, (out, ref) in enumerate(zip(outs, refs)):
+        if out.shape != ref.shape:
+            raise Wrong(f"{where}: output {i} must be {list(ref.shape)}, is {list(out.shape)}")
+    errors = tuple(error(out, ref) for out, ref in zip(outs, refs))
     for i, (out, err) in enumerate(zip(outs, errors)):
         if not err <= op.allowed[out.dtype]:  # written so that NaN fails
             raise Wrong(f"{where}: output {i} has error {err:.2e}, allowed {op.allowed[out.dtype]:.0e}")

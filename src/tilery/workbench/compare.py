@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tilery.errors import BadInput
-from tilery.workbench.result import Row
+from tilery.workbench.result import Row, is_ours
 from tilery.workbench.store import Run, Store
 
 
@@ -35,8 +35,7 @@ def compare(store: Store, first: Run, second: Run) -> list[Change]:
 
 def _timed(store: Store, run: Run) -> Iterator[Row]:
     """Kernels; what they are held against is not theirs to answer for."""
-    others = ("baseline:", "control:")
-    return (row for row in store.rows(run.id) if row.ms is not None and not row.kernel.startswith(others))
+    return (row for row in store.rows(run.id) if row.ms is not None and is_ours(row.kernel))
 
 
 def _key(row: Row) -> tuple[str, str, str, str]:

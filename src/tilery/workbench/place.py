@@ -1,5 +1,6 @@
 """What can be done with a kernel on this machine: run it, compile it, or say why neither."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from tilery import backends, device, dispatch
 from tilery.errors import CompileFailed
 from tilery.op import Op
-from tilery.spec import Case
+from tilery.spec import Artifact, Case
 from tilery.workbench.compile import Compiler, specs_for
 from tilery.workbench.result import Row
 
@@ -38,8 +39,8 @@ def place(op: Op, kernel: str) -> Place:
     return Place(device=cpu if interpreted else None, arch=arch, reason="no GPU here", interpreted=interpreted)
 
 
-def not_run(op: Op, kernel: str, case: Case, compiler: Compiler) -> Row:
-    """Compiled where it can be, else the reason why not."""
+def not_run(op: Op, kernel: str, case: Case, compiler: Compiler, keep: Callable[[Artifact], str] = lambda _: "") -> Row:
+    """Compiled where it can be, else the reason why not; `keep` is given what was made and says under which key."""
     where = place(op, kernel)
     row = Row(op.name, kernel, str(case), "skipped", where.reason)
     if not where.arch:
@@ -57,5 +58,9 @@ def not_run(op: Op, kernel: str, case: Case, compiler: Compiler) -> Row:
         row.status, row.reason = "fail", str(error)
         return row
     row.status, row.arch = "compiled", where.arch
-    row.registers, row.spills, row.shared = artifact.registers, artifact.spills, artifact.shared
+    describe(row, artifact, keep(artifact))
     return row
+
+
+def describe(row: Row, artifact: Artifact, code: str) -> None:
+    row.registers, row.spills, row.shared, row.code = artifact.registers, artifact.spills, artifact.shared, code

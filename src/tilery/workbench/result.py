@@ -13,6 +13,7 @@ import tilery
 from tilery import backends, device
 
 SCHEMA = 1
+_STORED_ONLY = ("samples", "against")
 _ALWAYS = ("op", "kernel", "case", "status", "reason")
 
 
@@ -48,7 +49,17 @@ class Row:
     spills: int | None = None
     shared: int | None = None
     code: str = ""  # key of what its compiler made, in the store
-    samples: tuple[float, ...] = ()  # ms a call, round by round; in the store and its exports only
+    samples: tuple[float, ...] = ()  # ms a call, round by round; in the store and its exports only, as what follows
+    against: tuple[float, ...] = ()  # the baseline's ms in the same rounds
+
+
+def is_peer(kernel: str) -> bool:
+    """What a user could run instead."""
+    return kernel.startswith("baseline:")
+
+
+def is_ours(kernel: str) -> bool:
+    return not kernel.startswith(("baseline:", "control:"))
 
 
 def document(rows: Iterable[Row], **more: Any) -> dict[str, Any]:
@@ -58,13 +69,13 @@ def document(rows: Iterable[Row], **more: Any) -> dict[str, Any]:
 
 
 def _said(name: str, value: Any) -> bool:
-    return name in _ALWAYS or (value not in (None, "") and name != "samples")
+    return name in _ALWAYS or (value not in (None, "") and name not in _STORED_ONLY)
 
 
 def write_csv(rows: Iterable[Row], path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        names = [f.name for f in fields(Row) if f.name != "samples"]
+        names = [f.name for f in fields(Row) if f.name not in _STORED_ONLY]
         writer.writerow(names)
         writer.writerows([getattr(row, name) for name in names] for row in rows)
 

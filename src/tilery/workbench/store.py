@@ -68,10 +68,13 @@ class Store:
         finally:
             connection.close()
 
-    def start(self, command: str) -> str:
+    def start(self, command: str, more: dict[str, Any] | None = None) -> str:
+        """A new run on this machine; `more` is kept with what is said of the machine."""
         now = datetime.now(UTC)
         run = f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
-        self.put(Run(run, now.isoformat(timespec="milliseconds"), None, command, machine(), git_state()), [])
+        self.put(
+            Run(run, now.isoformat(timespec="milliseconds"), None, command, machine() | (more or {}), git_state()), []
+        )
         return run
 
     def put(self, run: Run, rows: Iterable[Row]) -> None:
@@ -88,6 +91,11 @@ class Store:
             db.execute(
                 "INSERT INTO rows SELECT ?, count(*), ? FROM rows WHERE run = ?", (run, json.dumps(asdict(row)), run)
             )
+
+    def replace(self, run: str, n: int, row: Row) -> None:
+        """The run's n-th row, of which more is known now."""
+        with self._open() as db:
+            db.execute("UPDATE rows SET data = ? WHERE run = ? AND n = ?", (json.dumps(asdict(row)), run, n))
 
     def add_code(self, stages: dict[str, str]) -> str:
         """Keeps what a compiler made (stage -> text), once however many rows have it; says under which key."""
@@ -142,7 +150,7 @@ class Store:
 def _row(data: dict[str, Any]) -> Row:
     """Fields that this version does not know are left out, so that older and newer runs can be read."""
     known: dict[str, Any] = {f.name: data[f.name] for f in fields(Row) if f.name in data}
-    return Row(**known | {"samples": tuple(known.get("samples", ()))})
+    return Row(**known | {name: tuple(known.get(name, ())) for name in ("samples", "against")})
 
 
 def git_state() -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from tilery import inputs as draw
 from tilery.errors import require
 from tilery.op import op
+from tilery.peers import baselines, load
 from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
 # fp32 is true fp32: tf32 would give 3e-4. One running fp32 sum of 2**14 products gives 2.2e-6.
@@ -43,7 +44,7 @@ def outputs(a: TensorSpec, b: TensorSpec) -> tuple[TensorSpec, ...]:
 
 def cost(a: TensorSpec, b: TensorSpec) -> Cost:
     (m, k), n = a.shape, b.shape[1]
-    return Cost(flops=2 * m * n * k, bytes=a.nbytes + b.nbytes + m * n * a.dtype.itemsize)
+    return Cost(flops=2 * m * n * k, reads=a.nbytes + b.nbytes, writes=m * n * a.dtype.itemsize)
 
 
 def bucket(a: TensorSpec, b: TensorSpec) -> Bucket:
@@ -66,7 +67,7 @@ def inputs(
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
     kernels=("numba", "triton", "gluon", "tilelang", "cutile", "cuda", "cupy", "numba_cuda"),
-    baselines={"baseline:torch": torch.matmul},
+    baselines=baselines(torch=torch.matmul, tilegym=lambda a, b: load("tilegym.ops").matmul(a, b)),
     model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears()],
     cases={
         "test": [

@@ -6,6 +6,7 @@ from tilery import inputs as draw
 from tilery.errors import require
 from tilery.op import op
 from tilery.ops import rows
+from tilery.peers import Compiled, baselines, load
 from tilery.spec import Bucket, Cost, TensorSpec, dtype_name
 
 # Rounding the result to bf16 alone costs 1.7e-3, to fp16 2.1e-4.
@@ -25,7 +26,7 @@ def outputs(x: TensorSpec, weight: TensorSpec) -> tuple[TensorSpec, ...]:
 
 
 def cost(x: TensorSpec, weight: TensorSpec) -> Cost:
-    return rows.cost_rows(x, flops=4, tensors=2, extra=weight.nbytes)  # read x, write y
+    return rows.cost_rows(x, flops=4, extra=weight.nbytes)
 
 
 def bucket(x: TensorSpec, weight: TensorSpec) -> Bucket:
@@ -40,10 +41,20 @@ def inputs(
     return {"x": rows.draw(m, n, dtype, g, layout, special, batch), "weight": draw.vector(n, dtype, g)}
 
 
+def _torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED, runtime=("eps",),
     kernels=("numba", "triton", "cutile", "cuda", "tilelang", "cupy", "numba_cuda"),
-    baselines={"baseline:torch": lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps)},
+    baselines=baselines(
+        torch=_torch, compile=Compiled(_torch),
+        liger=lambda x, weight, eps: load("liger_kernel.ops").LigerRMSNormFunction.apply(x, weight, eps),
+        tilegym=lambda x, weight, eps: load("tilegym.ops").rms_norm(x, weight.shape, weight, eps),
+        quack=lambda x, weight, eps: load("quack").rmsnorm(x, weight, eps=eps),
+        flashinfer=lambda x, weight, eps: load("flashinfer").rmsnorm(x, weight, eps),
+    ),
     model_sizes=lambda model: [{"n": model.hidden_size}],
     cases={"test": rows.cases(refused_by={"triton": "row of 65537", "tilelang": "row of 65537"}), **rows.bench_cases()},
 )  # fmt: skip

@@ -5,6 +5,7 @@ from torch import Tensor
 from tilery import inputs as draw
 from tilery.op import op
 from tilery.ops import rows
+from tilery.peers import Compiled, baselines, load
 from tilery.spec import Bucket, Cost, TensorSpec, case
 
 ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
@@ -21,7 +22,7 @@ def outputs(gate: TensorSpec, up: TensorSpec) -> tuple[TensorSpec, ...]:
 
 
 def cost(gate: TensorSpec, up: TensorSpec) -> Cost:
-    return rows.cost_rows(gate, flops=5, tensors=3)  # negate, exp, add, divide, multiply; read two, write one
+    return rows.cost_rows(gate, flops=5, reads=2)  # negate, exp, add, divide, multiply
 
 
 def bucket(gate: TensorSpec, up: TensorSpec) -> Bucket:
@@ -39,10 +40,18 @@ def inputs(
     }
 
 
+def _torch(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
     kernels=("numba", "triton", "cutile", "cuda"),
-    baselines={"baseline:torch": lambda gate, up: F.silu(gate) * up},
+    baselines=baselines(
+        torch=_torch, compile=Compiled(_torch),
+        liger=lambda gate, up: load("liger_kernel.ops").LigerSiLUMulFunction.apply(gate, up),
+        tilegym=lambda gate, up: load("tilegym.ops").get_swiglu()(gate, up),
+    ),
     model_sizes=lambda model: [{"n": model.mlp_size}],
     cases={
         "test": rows.cases(),

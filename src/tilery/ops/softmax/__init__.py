@@ -4,6 +4,7 @@ from torch import Tensor
 from tilery import inputs as draw
 from tilery.op import op
 from tilery.ops import rows
+from tilery.peers import Compiled, baselines, load
 from tilery.spec import Bucket, Cost, TensorSpec
 
 ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
@@ -18,7 +19,7 @@ def outputs(x: TensorSpec) -> tuple[TensorSpec, ...]:
 
 
 def cost(x: TensorSpec) -> Cost:
-    return rows.cost_rows(x, flops=5, tensors=2)  # max, subtract, exp, sum, divide; read x, write y
+    return rows.cost_rows(x, flops=5)  # max, subtract, exp, sum, divide
 
 
 def bucket(x: TensorSpec) -> Bucket:
@@ -32,10 +33,19 @@ def inputs(
     return {"x": rows.draw(m, n, dtype, draw.generator(seed, device), layout, special, batch)}
 
 
+def _torch(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
     kernels=("numba", "triton", "cutile", "cuda"),
-    baselines={"baseline:torch": lambda x: torch.softmax(x, -1)},
+    baselines=baselines(
+        torch=_torch, compile=Compiled(_torch),
+        liger=lambda x: load("liger_kernel.ops").LigerSoftmaxFunction.apply(x),
+        tilegym=lambda x: load("tilegym.ops").softmax(x),
+        quack=lambda x: load("quack").softmax(x),
+    ),
     model_sizes=lambda model: [{"n": model.vocab_size}],  # what a sampler sees
     cases={"test": rows.cases(refused_by={"triton": "row of 65537"}), **rows.bench_cases()},
 )  # fmt: skip

@@ -1,0 +1,36 @@
+"""`tilery plot`: runs as a picture."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilery.cli import common
+from tilery.cli.report import Runs
+from tilery.errors import BadInput
+
+
+def plot(
+    runs: Runs = None,
+    out: Annotated[Path, typer.Option("-o", "--out", help="The file to write: .png or .svg.")] = Path("plot.png"),
+    kind: Annotated[str, typer.Option(help="ratio, roofline, time or heat.")] = "ratio",
+    op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
+    json: common.Json = False,
+) -> None:
+    """Draw runs: ratios to torch, roofline, time against size, or op by language. Needs matplotlib."""
+    from tilery.workbench import plot as workbench
+    from tilery.workbench import summary
+    from tilery.workbench.store import Store
+
+    form = out.suffix.removeprefix(".")
+    if form not in workbench.FORMATS:
+        raise BadInput(f"--out must end in .{' or .'.join(workbench.FORMATS)}, got {str(out)!r}")
+    if kind not in workbench.KINDS:
+        raise BadInput(f"--kind must be one of {', '.join(workbench.KINDS)}, got {kind!r}")
+    common.require_writable(out)
+    collected = summary.collect(Store(), runs)
+    summary.write(out, workbench.picture(collected, kind, form, op))
+    if json:
+        common.print_json(summary.finite_rows(collected), file=str(out), **summary.document(collected))
+    else:
+        print(f"{kind} in {out}")

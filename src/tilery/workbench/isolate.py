@@ -1,0 +1,78 @@
+"""Measures in a child process: an arm that crashes or spoils the GPU's context costs its own row; the rest goes on."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tilery import timing
+from tilery.errors import TileryError
+from tilery.workbench import bench
+from tilery.workbench.child import Child, Died, serve
+from tilery.workbench.result import Row
+
+_SILENCE_S = 300.0  # a block lasts milliseconds, a compiler's slowest kernel a minute
+
+
+def measured(units: list[bench.Unit], progress: timing.Progress = lambda arm, what: None) -> Iterator[Iterator[Row]]:
+    """The rows of every unit, unit by unit. One is measured anew without the arm that killed its process."""
+    child = Child("tilery.workbench.isolate", _SILENCE_S)
+    try:
+        for unit in units:
+            yield _one(child, unit, progress)
+    finally:
+        child.close()
+
+
+def _one(child: Child, unit: bench.Unit, progress: timing.Progress) -> Iterator[Row]:
+    given: set[str] = set()
+    while True:
+        at = ""
+        child.send(unit)
+        try:
+            while (message := child.receive()) is not None:
+                if isinstance(message, Exception):
+                    raise message
+                if isinstance(message, Row):
+                    if message.kernel not in given:
+                        given.add(message.kernel)
+                        yield message
+                else:
+                    at, what = message
+                    progress(at, f"{unit.op} {unit.case}: {at} {what}")
+            return
+        except Died as died:
+            if at not in (*unit.kernels, *unit.peers):  # a control, or before the first arm: none to leave out
+                yield Row(unit.op, at or "(start)", str(unit.case), "fail", f"{died}")
+                return
+            given.add(at)
+            yield Row(unit.op, at, str(unit.case), "fail", f"crashed, the others went on without it: {died}")
+            unit = unit.without({at})
+
+
+def _answer(unit: bench.Unit, send: Callable[[Any], None]) -> None:
+    """In the child: (arm, what) as it goes, rows, and None at the end. Whatever an arm raises ends the process."""
+    import tilery.ops  # noqa: F401  fills the registry
+
+    def progress(arm: str, what: str) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # raises if the arm before this one spoilt the context: it is still to blame
+        send((arm, what))
+
+    try:
+        for row in bench.measure(unit, progress):
+            send(row)
+    except TileryError as error:
+        send(error)
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    send(None)
+
+
+if __name__ == "__main__":
+    serve(_answer)

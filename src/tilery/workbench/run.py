@@ -1,0 +1,162 @@
+"""One run of bench: measures, keeps each row at once, then looks at what compilers made of the kernels it timed."""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+
+from tilery import ceilings, device, dispatch, peers, timing
+from tilery.errors import CompileFailed
+from tilery.op import REGISTRY, Op
+from tilery.spec import Artifact, Case
+from tilery.workbench import inspect, isolate
+from tilery.workbench.bench import units
+from tilery.workbench.compile import Compiler, specs_for
+from tilery.workbench.place import describe, not_run, place
+from tilery.workbench.result import Row, is_ours
+from tilery.workbench.store import Store, command_line
+
+_KEPT_STAGES = ("cuda", "ptx", "sass", "asm")
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to bench of one op."""
+
+    op: Op
+    kernels: list[str]
+    peers: list[str]
+    cases: list[Case] | None  # None: the op's own
+    named: bool = False  # the kernels were asked for by name
+
+    def case(self, name: str) -> Case:
+        known = [*(self.cases or []), *(case for cases in self.op.cases.values() for case in cases)]
+        return next(case for case in known if str(case) == name)
+
+
+class Recorder:
+    """The rows of one run, in the store before the next is measured."""
+
+    def __init__(self, store: Store, devices: Iterable[torch.device]) -> None:
+        self.store, self.rows = store, list[Row]()
+        roofs = {device.name(where): asdict(ceilings.ceilings(where)) for where in devices}
+        self.id = store.start(command_line(), {"ceilings": roofs})
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.store.add(self.id, row)
+
+    def keep_code(self, artifact: Artifact) -> str:
+        made = [stage for stage in inspect.stages(artifact) if stage in _KEPT_STAGES]
+        return self.store.add_code({stage: inspect.stage(artifact, stage) for stage in made})
+
+    def describe(self, like: Row, artifact: Artifact) -> None:
+        """Every row of this kernel in this config."""
+        code = self.keep_code(artifact)
+        for n, row in enumerate(self.rows):
+            if _kind(row) == _kind(like):
+                describe(row, artifact, code)
+                self.store.replace(self.id, n, row)
+
+
+def run(
+    choices: list[Choice], store: Store, depth: timing.Depth, cold: bool, say: Say, count: Callable[[int], None]
+) -> Recorder:
+    """`count` is called after every case, with the number of cases there are."""
+    say("measuring this machine's ceilings")
+    left_out = {name: why for choice in choices for name, why in _left_out(choice).items()}
+    work = []
+    for c in choices:
+        kernels, others = ([arm for arm in arms if (c.op.name, arm) not in left_out] for arms in (c.kernels, c.peers))
+        work += units(c.op, kernels, others, c.cases, depth, cold)
+    recorder = Recorder(store, sorted({torch.device(unit.device) for unit in work}, key=str))
+    for (op, arm), why in left_out.items():
+        recorder.add(Row(op, arm, "", "skipped", why))
+    for rows in isolate.measured(work, lambda arm, what: say(what)):
+        for row in rows:
+            recorder.add(row)
+        count(len(work))
+    _describe_timed(choices, recorder, say)
+    _compile_the_rest(choices, recorder, say)
+    store.finish(recorder.id)
+    return recorder
+
+
+def _left_out(choice: Choice) -> dict[tuple[str, str], str]:
+    """Peers that are not here, and kernels for the CPU where there is a GPU: each is a row that says so."""
+    found = {name: why for name in choice.peers if (why := peers.missing(name.removeprefix("baseline:")))}
+    if torch.cuda.is_available() and not choice.named:
+        on_cpu = [k for k in choice.kernels if place(choice.op, k).device == torch.device("cpu")]
+        found |= {k: f"runs on the CPU, and there is a GPU here; --backend {k} times it" for k in on_cpu}
+    return {(choice.op.name, name): why for name, why in found.items()}
+
+
+def _kind(row: Row) -> tuple[str, str, str, str]:
+    return row.op, row.kernel, row.config, row.dtype
+
+
+def _describe_timed(choices: list[Choice], recorder: Recorder, say: Say) -> None:
+    """Registers, spills and code of each kernel and config that was timed, from the first row that has it."""
+    by_op = {choice.op.name: choice for choice in choices}
+    timed = {_kind(row): row for row in reversed(recorder.rows) if row.samples and is_ours(row.kernel)}
+
+    def compiled(compiler: Compiler, row: Row) -> Artifact | None:
+        say(f"compiling {row.op} {row.kernel}")
+        op, where = REGISTRY[row.op], place(REGISTRY[row.op], row.kernel).device
+        specs = specs_for(op, by_op[row.op].case(row.case), str(where))
+        try:
+            config = dispatch.decide(op, specs, row.kernel, None).config
+            return compiler.compile(op.name, row.kernel, specs, device.arch(torch.device(str(where))), config)
+        except CompileFailed:  # it ran, so what fails is only to look at it: the row stays without
+            return None
+
+    for row, artifact in zip(timed.values(), _in_parallel(compiled, timed.values())):
+        if artifact is not None:
+            recorder.describe(row, artifact)
+
+
+def _compile_the_rest(choices: list[Choice], recorder: Recorder, say: Say) -> None:
+    """Kernels that cannot be timed here: one case each."""
+    there = {
+        (choice.op.name, kernel): (choice, found)
+        for choice in choices
+        for kernel in choice.kernels
+        if (found := place(choice.op, kernel)).device is None or found.interpreted
+    }
+
+    def compiled(compiler: Compiler, name: tuple[str, str]) -> Row:
+        choice, kernel = there[name][0], name[1]
+        say(f"compiling {choice.op.name} {kernel}")
+        cases = choice.cases or choice.op.cases["bench"]
+        return not_run(choice.op, kernel, cases[len(cases) // 2], compiler, recorder.keep_code)
+
+    for row in _in_parallel(compiled, there):
+        recorder.add(row)
+
+
+def _in_parallel(work: Callable[[Compiler, Any], T], items: Iterable[Any]) -> Iterator[T]:
+    """The results in order; each worker has a compiling child of its own."""
+    count = max(1, min(8, device.cores()))
+    free: SimpleQueue[Compiler] = SimpleQueue()
+    compilers = [Compiler() for _ in range(count)]
+    for compiler in compilers:
+        free.put(compiler)
+
+    def one(item: Any) -> T:
+        compiler = free.get()
+        try:
+            return work(compiler, item)
+        finally:
+            free.put(compiler)
+
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            yield from pool.map(one, items)
+    finally:
+        for compiler in compilers:
+            compiler.close()

@@ -1,0 +1,22 @@
+"""Which of an op's cases a test takes that is not about cases."""
+
+import math
+
+from tilery.spec import TensorSpec
+from tilery.workbench.compile import specs_for
+
+
+def size(op, case):
+    """Elements of all its tensors."""
+    return sum(math.prod(s.shape) for s in specs_for(op, case) if isinstance(s, TensorSpec))
+
+
+def plain_case(op, dtype="fp32", kernel=None):
+    """The first that is neither empty nor special nor laid out in an odd way, and that the kernel takes."""
+    for case in op.cases["test"]:
+        params = case.params
+        odd = params.get("layout", "contiguous") != "contiguous" or params.get("special", "none") != "none"
+        empty = any(value == 0 for name, value in params.items() if name in ("m", "n", "k"))
+        if params.get("dtype", dtype) == dtype and not odd and not empty and kernel not in case.refused_by:
+            return case
+    raise LookupError(f"{op.name} has no plain {dtype} case for {kernel}")

@@ -1,0 +1,93 @@
+"""Arms that take their process with them: the rest goes on."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+from tilery.errors import BadInput
+from tilery.spec import case
+from tilery.timing import Depth
+from tilery.workbench.bench import Unit
+from tilery.workbench.isolate import measured
+
+QUICK = Depth(rounds=6, block_ms=1.0, warm_s=0.0)
+PLUGIN = """
+import os, signal, torch
+from tilery.op import REGISTRY
+
+def dies(x):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def ends_badly(x):
+    print("the last words", flush=True)
+    os._exit(3)
+
+calls = []
+def dies_later(x):
+    calls.append(1)
+    if len(calls) > 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x.softmax(-1)
+
+def spoils_the_context(x):
+    return x[torch.full_like(x, 10**9, dtype=torch.long)]
+
+REGISTRY["softmax"].baselines |= {
+    "baseline:liger": dies, "baseline:quack": ends_badly, "baseline:tilegym": dies_later,
+    "baseline:flashinfer": spoils_the_context,
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _bad_peers(tmp_path, monkeypatch):
+    """A plug-in that only the child sees."""
+    (tmp_path / "bad_peers.py").write_text(PLUGIN)
+    info = tmp_path / "bad_peers-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad-peers\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[tilery.ops]\nbad = bad_peers\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+
+
+def rows(*peers, given=None, device="cpu", kernel="numba"):
+    given = given or case(m=8, n=64, dtype="fp32")
+    unit = Unit("softmax", given, device, (kernel,), ("baseline:torch", *peers), QUICK)
+    return {row.kernel: row for part in measured([unit]) for row in part}
+
+
+@pytest.mark.parametrize(
+    ("peer", "reason"),
+    [
+        ("baseline:liger", "its process was killed by signal 11"),
+        ("baseline:quack", "its process ended with code 3\nthe last words"),
+        ("baseline:tilegym", "its process was killed by signal 9"),
+    ],
+)
+def test_an_arm_that_kills_its_process_costs_its_own_row(peer, reason):
+    found = rows(peer)
+    assert found[peer].status == "fail" and reason in found[peer].reason
+    assert found["numba"].status == "pass" and found["numba"].ratio > 0 and len(found["numba"].samples) == 6
+
+
+def test_several_of_them_too():
+    found = rows("baseline:liger", "baseline:quack", "baseline:tilegym")
+    assert [k for k, row in found.items() if row.status == "fail"] == [
+        "baseline:liger", "baseline:quack", "baseline:tilegym",
+    ]  # fmt: skip
+    assert found["numba"].status == "pass"
+
+
+def test_what_is_wrong_with_a_case_is_raised_here():
+    with pytest.raises(BadInput, match="dtype must be one of"):
+        rows(given=case(m=8, n=64, dtype="int4"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_spoilt_context_costs_its_own_row():
+    """A bad index is an assertion on the device, after which every call of the process fails."""
+    found = rows("baseline:flashinfer", device="cuda:0", kernel="triton")
+    assert found["baseline:flashinfer"].status == "fail" and "crashed" in found["baseline:flashinfer"].reason
+    assert found["triton"].status == "pass" and found["triton"].ratio > 0
