@@ -170,6 +170,7 @@ def test_what_is_no_number_is_a_word_in_the_page_and_not_in_json(store, tmp_path
 def test_a_page_of_every_export_that_is_kept_here(store, tmp_path):
     made = put_gpu(Store(tmp_path / "made.sqlite3"))
     export(Store(tmp_path / "made.sqlite3"), [made], tmp_path / "made.json", "json")
+    assert (DATA / "h200.json").stat().st_size < 1e6
     for file in (tmp_path / "made.json", *sorted(DATA.glob("*.json"))):
         import_runs(store, file)
         runs = [run["id"] for run in json.loads(file.read_text())["runs"]]
