@@ -13,7 +13,7 @@ import tilery
 from tilery import backends, settings
 from tilery.errors import BadInput, NoBackend, NoBackward
 from tilery.op import REGISTRY
-from tilery.ops import linear, matmul, rms_norm, silu_mul, softmax
+from tilery.ops import linear, matmul, rms_norm, rms_norm_fp8, silu_mul, softmax
 from tilery.spec import Bucket, TensorSpec
 
 X, W = torch.randn(4, 8), torch.randn(8)
@@ -34,7 +34,7 @@ def reference(x, w, eps=1e-6):
         (lambda: rms_norm(X, W, torch.tensor(1e-6)), "rms_norm: eps must be float or int, got Tensor"),
         (lambda: rms_norm(X), "missing a required argument: 'weight'; it takes"),
         (lambda: rms_norm(X, W, epsilon=1), "unexpected keyword argument 'epsilon'"),
-        (lambda: rms_norm(X, W, 1e-6, 3), "too many positional arguments"),
+        (lambda: rms_norm(X, W, 1e-6, 0.0, 3), "too many positional arguments"),
         (lambda: rms_norm(X, W, x=X), "multiple values for argument 'x'"),
         (lambda: rms_norm(X.double(), W.double()), "x must be one of fp32, fp16, bf16, got float64"),
         (lambda: rms_norm(X, W.half()), "weight must be fp32 as x is, got fp16"),
@@ -113,20 +113,20 @@ def test_a_call_without_gradients_does_not_open_the_way_for_one_with():
     w = torch.nn.Parameter(W.clone())
     with torch.no_grad():
         for _ in range(3):
-            rms_norm(X, w)
+            rms_norm_fp8(X, w)
     with pytest.raises(NoBackward, match="weight requires grad"):
-        rms_norm(X, w)
+        rms_norm_fp8(X, w)
     with torch.no_grad():
-        assert torch.equal(rms_norm(X, w), rms_norm(X, W))
+        assert torch.equal(rms_norm_fp8(X, w)[1], rms_norm_fp8(X, W)[1])
 
 
-@pytest.mark.parametrize("call", [rms_norm, torch.ops.tilery.rms_norm], ids=["direct", "torch.ops"])
+@pytest.mark.parametrize("call", [rms_norm_fp8, torch.ops.tilery.rms_norm_fp8], ids=["direct", "torch.ops"])
 def test_grad_is_refused_not_cut(call):
     w = torch.nn.Parameter(W.clone())
-    with pytest.raises(NoBackward, match="rms_norm has no backward and weight requires grad"):
+    with pytest.raises(NoBackward, match="rms_norm_fp8 has no backward and weight requires grad"):
         call(X, w)
     with torch.no_grad():
-        assert torch.equal(call(X, w), rms_norm(X, W))
+        assert torch.equal(call(X, w)[1], rms_norm_fp8(X, W)[1])
 
 
 def test_defaults_and_keywords_mean_the_same():

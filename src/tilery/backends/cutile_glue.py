@@ -15,7 +15,10 @@ from tilery.backends import cubin, toolkit
 from tilery.errors import CompileFailed, ToolMissing
 from tilery.spec import Artifact, TensorSpec
 
-_DTYPE = {torch.float32: ct.float32, torch.bfloat16: ct.bfloat16, torch.float16: ct.float16}
+_DTYPE = {
+    torch.float32: ct.float32, torch.bfloat16: ct.bfloat16, torch.float16: ct.float16,
+    torch.int32: ct.int32, torch.int64: ct.int64,
+}  # fmt: skip
 _MOST_BLOCKS = 2**24 - 1  # cuTile numbers its blocks in 24 bits
 
 

@@ -1,7 +1,8 @@
 """Numba on the CPU: kernels take addresses, read and write every dtype as fp32, and share one way to start them.
 
-Numba has no fp16 or bf16, and making a NumPy view of a tensor costs more than a small kernel. So a kernel gets plain
-addresses and, as its last argument, a number whose type says how elements are stored: `load` and `store` convert.
+Numba has no fp16, bf16 or fp8, and making a NumPy view of a tensor costs more than a small kernel. So a kernel gets
+plain addresses and, as its last argument, a number whose type says how elements are stored: `load` and `store` convert.
+A kernel that moves a second dtype takes its number, of STORAGE, as one more scalar.
 """
 
 import functools
@@ -11,7 +12,7 @@ import tempfile
 import threading
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -26,11 +27,18 @@ from tilery import settings
 from tilery.spec import Artifact, TensorSpec
 
 f32 = np.float32
-_STORAGE = {torch.float32: np.float32(0), torch.float16: np.int16(0), torch.bfloat16: np.uint16(0)}
-_FP32, _FP16, _BF16 = (numba.typeof(tag) for tag in _STORAGE.values())
-FP32 = _STORAGE[torch.float32]
+STORAGE = {
+    torch.float32: np.float32(0),
+    torch.float16: np.int16(0),
+    torch.bfloat16: np.uint16(0),
+    torch.float8_e4m3fn: np.int8(0),
+    torch.float8_e5m2: np.uint8(0),
+}
+_FP32, _FP16, _BF16, _E4M3, _E5M2 = (numba.typeof(tag) for tag in STORAGE.values())
+FP32 = STORAGE[torch.float32]
 
-_FLOAT, _HALF, _I16, _I32 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
+_FLOAT, _HALF, _I8, _I16, _I32 = ir.FloatType(), ir.HalfType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
+_STORED = {_FP32: _FLOAT, _FP16: _I16, _BF16: _I16, _E4M3: _I8, _E5M2: _I8}
 _MACHINE, _, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
 _LANES = next((n for feature, n in (("+avx512f", 16), ("+avx2", 8)) if feature in _FEATURES), 4)
 
@@ -44,8 +52,9 @@ jit = numba.njit(**_OPTIONS)
 
 @functools.cache
 def _folder() -> str | None:
-    """Where compiled code is kept. Numba does not notice edits of helpers, so the text of this file is in the name."""
-    name = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    """Where compiled code is kept. Numba does not notice edits of helpers, so the name holds the text of them all."""
+    helpers = sorted((Path(__file__).parents[1] / "ops").glob("numba_*.py"))
+    name = hashlib.sha256(b"".join(p.read_bytes() for p in (Path(__file__), *helpers))).hexdigest()[:12]
     folder = Path(_config.CACHE_DIR or settings.get().cache_dir / "numba") / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +86,58 @@ def refusal(x: TensorSpec) -> str | None:
 
 
 def _pointer(builder, dtype, address, index):
-    return builder.gep(builder.inttoptr(address, (_FLOAT if dtype == _FP32 else _I16).as_pointer()), [index])
+    return builder.gep(builder.inttoptr(address, _STORED[dtype].as_pointer()), [index])
+
+
+class _Fp8(NamedTuple):
+    """A format of a sign, exponent and mantissa in 8 bits. Its magnitudes, as integers, order as their values do."""
+
+    mantissa: int  # bits
+    bias: int
+    largest: int  # the magnitude of the largest finite value
+    infinity: int  # from here on: infinity, if there is one, and NaN
+
+    @property
+    def step(self) -> float:
+        """Between the values nearest to 0, where the exponent is at its least."""
+        return 2.0 ** (1 - self.bias - self.mantissa)
+
+
+_FP8 = {_E4M3: _Fp8(3, 7, 0x7E, 0x7F), _E5M2: _Fp8(2, 15, 0x7B, 0x7C)}
+_QUIET_NAN = 0x7F
+
+
+def _widen_fp8(builder, fp8, stored):
+    bits = builder.zext(stored, _I32)
+    magnitude = builder.and_(bits, _I32(0x7F))
+    shifted = builder.shl(magnitude, _I32(23 - fp8.mantissa))
+    normal = builder.add(shifted, _I32((127 - fp8.bias) << 23))
+    small = builder.bitcast(builder.fmul(builder.sitofp(magnitude, _FLOAT), _FLOAT(fp8.step)), _I32)
+    value = builder.select(builder.icmp_signed("<", magnitude, _I32(1 << fp8.mantissa)), small, normal)
+    special = builder.or_(shifted, _I32(0x7F800000))  # both formats fill the exponent with ones there
+    value = builder.select(builder.icmp_signed(">=", magnitude, _I32(fp8.infinity)), special, value)
+    sign = builder.shl(builder.and_(bits, _I32(0x80)), _I32(24))
+    return builder.bitcast(builder.or_(value, sign), _FLOAT)
+
+
+def _round_fp8(builder, fp8, value):
+    """To nearest, ties to even; what is too large, infinity too, becomes the largest. NaN stays."""
+    bits, dropped = builder.bitcast(value, _I32), 23 - fp8.mantissa
+    magnitude = builder.and_(bits, _I32(0x7FFFFFFF))
+    odd = builder.and_(builder.lshr(magnitude, _I32(dropped)), _I32(1))
+    rounded = builder.add(magnitude, builder.add(odd, _I32((1 << (dropped - 1)) - 1)))
+    normal = builder.sub(builder.lshr(rounded, _I32(dropped)), _I32((127 - fp8.bias) << fp8.mantissa))
+    # Adding 2**23 steps leaves the count of steps, rounded by the CPU itself, in the low bits.
+    shift = ir.Constant(_FLOAT, fp8.step * 2**23)
+    counted = builder.fadd(builder.bitcast(magnitude, _FLOAT), shift)
+    small = builder.sub(builder.bitcast(counted, _I32), builder.bitcast(shift, _I32))
+    tiny = builder.icmp_signed("<", magnitude, _I32((128 - fp8.bias) << 23))
+    chosen = builder.select(tiny, small, normal)
+    chosen = builder.select(builder.icmp_signed(">", chosen, _I32(fp8.largest)), _I32(fp8.largest), chosen)
+    nan = builder.icmp_signed(">", magnitude, _I32(0x7F800000))
+    chosen = builder.select(nan, _I32(_QUIET_NAN), chosen)
+    sign = builder.and_(builder.lshr(bits, _I32(24)), _I32(0x80))
+    return builder.trunc(builder.or_(chosen, sign), _I8)
 
 
 @intrinsic
@@ -100,14 +160,14 @@ def load(typing, address, index, dtype):
             return builder.fpext(builder.bitcast(value, _HALF), _FLOAT)
         if dtype == _BF16:
             return builder.bitcast(builder.shl(builder.zext(value, _I32), _I32(16)), _FLOAT)
-        return value
+        return _widen_fp8(builder, _FP8[dtype], value) if dtype in _FP8 else value
 
     return types.float32(types.int64, types.int64, dtype), generate
 
 
 @intrinsic
 def store(typing, address, index, value, dtype):
-    """Writes an fp32 value as element `index`, rounded to nearest, ties to even."""
+    """Writes an fp32 value as element `index`, rounded to nearest, ties to even; fp8 saturates."""
 
     def generate(context, builder, signature, args):
         value = args[2]
@@ -120,9 +180,60 @@ def store(typing, address, index, value, dtype):
             quiet = builder.or_(bits, _I32(0x400000))  # a NaN would round to infinity if its bits were added to
             bits = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
             value = builder.trunc(builder.lshr(bits, _I32(16)), _I16)
+        elif dtype in _FP8:
+            value = _round_fp8(builder, _FP8[dtype], value)
         builder.store(value, _pointer(builder, dtype, *args[:2]))
 
     return types.void(types.int64, types.int64, types.float32, dtype), generate
+
+
+@intrinsic
+def move(typing, source, i, target, j, dtype):
+    """Copies element i of `source` to element j of `target`, bits as they are."""
+
+    def generate(context, builder, signature, args):
+        value = builder.load(_pointer(builder, dtype, *args[:2]))
+        builder.store(value, _pointer(builder, dtype, *args[2:4]))
+
+    return types.void(types.int64, types.int64, types.int64, types.int64, dtype), generate
+
+
+@intrinsic
+def _integer(typing, address, index, kind):
+    def generate(context, builder, signature, args):
+        stored = ir.IntType(kind.bitwidth)
+        value = builder.load(builder.gep(builder.inttoptr(args[0], stored.as_pointer()), [args[1]]))
+        return value if kind.bitwidth == 64 else builder.sext(value, ir.IntType(64))
+
+    return types.int64(types.int64, types.int64, kind), generate
+
+
+_INT32, _INT64 = np.int32(0), np.int64(0)
+
+
+@jit
+def integer(address, index, size):
+    """Integer `index` of a tensor of int32 or int64, told by the bytes of one: positions need no kernel each."""
+    return _integer(address, index, _INT64) if size == 8 else _integer(address, index, _INT32)
+
+
+@intrinsic
+def _store_integer(typing, address, index, value, kind):
+    def generate(context, builder, signature, args):
+        stored = ir.IntType(kind.bitwidth)
+        value = args[2] if kind.bitwidth == 64 else builder.trunc(args[2], stored)
+        builder.store(value, builder.gep(builder.inttoptr(args[0], stored.as_pointer()), [args[1]]))
+
+    return types.void(types.int64, types.int64, types.int64, kind), generate
+
+
+@jit
+def store_integer(address, index, value, size):
+    """Writes an int64 value as integer `index` of a tensor of int32 or int64, told by the bytes of one."""
+    if size == 8:
+        _store_integer(address, index, value, _INT64)
+    else:
+        _store_integer(address, index, value, _INT32)
 
 
 # Arithmetic
@@ -241,7 +352,7 @@ def launch(kernel: Any, parallel: bool, tensors: Any, *scalars: Any) -> None:
     """Calls kernel(threads, address of each tensor, scalars, storage of the first)."""
     global _concurrent
     count, addresses = threads(parallel), [t.data_ptr() for t in tensors]
-    storage = _STORAGE[tensors[0].dtype]
+    storage = STORAGE[tensors[0].dtype]
     if _concurrent:
         kernel(count, *addresses, *scalars, storage)
         return
@@ -252,7 +363,7 @@ def launch(kernel: Any, parallel: bool, tensors: Any, *scalars: Any) -> None:
 
 def compile(kernel: Any, tensors: Any, *scalars: Any) -> Artifact:
     """Compiled afresh: what comes from Numba's cache has lost its IR."""
-    storage = _STORAGE[tensors[0].dtype]
+    storage = STORAGE[tensors[0].dtype]
     signature = (types.int64, *[types.int64] * len(tensors), *map(numba.typeof, (*scalars, storage)))
     fresh = numba.njit(parallel=True, **_OPTIONS)(kernel.py_func)
     fresh.compile(signature)

@@ -26,7 +26,8 @@ def check(
     rows: list[Row] = []
     with Compiler() as compiler, common.progress(sum(len(op.kernels) for op in chosen)) as (say, count):
         for op in chosen:
-            cases = common.chosen_cases(op, case, shapes) or op.cases["test"]
+            given = common.chosen_cases(op, case, shapes)
+            cases = op.cases["test"] if given is None else given
             for kernel in common.chosen_kernels(op, backend):
                 rows += workbench.rows(op, [kernel], cases, compiler, say)
                 count()

@@ -47,7 +47,7 @@ def chosen_ops(names: list[str] | None) -> "list[Op]":
 
     for name in names or []:
         if name not in REGISTRY:
-            raise BadInput(f"OP must be one of {', '.join(REGISTRY)}, got {name!r}")
+            raise BadInput(f"OP must be one of {', '.join(sorted(REGISTRY))}, got {name!r}")
     return [REGISTRY[name] for name in names or REGISTRY]
 
 
@@ -93,6 +93,10 @@ def parsed_case(op: "Op", text: str) -> "Case":
             if not value.isdecimal():
                 raise BadInput(f"--case: {name} must be a whole number, got {value!r}")
             params[name] = int(value)
+        elif known[name].annotation is bool:
+            if value not in ("True", "False"):
+                raise BadInput(f"--case: {name} must be True or False, got {value!r}")
+            params[name] = value == "True"
         else:
             params[name] = value
     missing = [n for n, p in known.items() if p.default is inspect.Parameter.empty and n not in params]

@@ -1,10 +1,24 @@
 """`tilery ops`: ops × kernels, and what each can do here."""
 
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
 from tilery.cli import common
 
+if TYPE_CHECKING:
+    from tilery.op import Op
 
-def ops(ops: common.Ops = None, json: common.Json = False) -> None:
+
+def ops(
+    ops: common.Ops = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="What each op means, as docs/ops.md has it.")] = False,
+    json: common.Json = False,
+) -> None:
     """List ops and kernels: which run here, compile here or refuse, and why."""
+    if markdown:
+        print(_document(common.chosen_ops(ops)), end="")
+        return
     from tilery import device
     from tilery.workbench.place import place
     from tilery.workbench.result import Row
@@ -34,3 +48,27 @@ def ops(ops: common.Ops = None, json: common.Json = False) -> None:
         for r in rows
     ]
     common.console().print(common.table("Ops and kernels", ("op", "kernel", "here", "where", "reason"), lines))
+
+
+def _document(ops: "list[Op]") -> str:
+    """From the contracts alone: signature, meaning, gradient, kernels in order of preference."""
+    lines = [
+        "# Ops",
+        "",
+        "Made by `tilery ops --markdown`. Kernels are in order of preference. ∇: autograd goes through it. A name that",
+        "ends in `_` works in place. Every op is also `torch.ops.tilery.<op>`.",
+        "",
+        "| op | meaning | kernels |",
+        "|---|---|---|",
+    ]
+    for op in sorted(ops, key=lambda op: op.name):
+        meaning = " ".join((op.reference.__doc__ or "").split("\n\n")[0].split()).replace("|", "\\|")
+        gradient = " ∇" if op.backward is not None else ""
+        cells = (f"`{op.name}({_parameters(op)})`{gradient}", meaning, ", ".join(op.kernels))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _parameters(op: "Op") -> str:
+    """Names and defaults, without the types."""
+    return ", ".join(str(p.replace(annotation=p.empty)) for p in op.signature.parameters.values())

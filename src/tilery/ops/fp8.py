@@ -14,6 +14,8 @@ shape, rows next to each other in memory and columns ceil(M / 4) · 4 apart, so 
 NaN and infinity are carried: their scale is NaN or infinite, so that nothing that depends on them looks sound.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -67,8 +69,8 @@ def quantised(y: Tensor, per: str, format: str, pow2: bool) -> tuple[Tensor, Ten
     `pow2` rounds scales up to powers of two.
     """
     k = y.shape[-1]
-    flat = y.reshape(-1, k)
-    m = flat.shape[0]
+    m = math.prod(y.shape[:-1])
+    flat = y.reshape(m, k)
     high, wide = {"tensor": (m, k), "token": (1, k), "group": (1, GROUP), "block": (GROUP, GROUP)}[per]
     shape = scale_shape(m, k, per)
     if not flat.numel():

@@ -13,6 +13,16 @@ class Rows(NamedTuple):
     stride: int  # elements from one row to the next
 
 
+class Heads(NamedTuple):
+    """Rows at two distances, as heads of packed qkv lie: row r begins at r // heads · stride + r % heads · step."""
+
+    m: int
+    n: int
+    stride: int  # elements from one group of rows to the next
+    heads: int  # rows in a group, 1 where all rows are evenly spaced
+    step: int  # elements from one row to the next inside a group
+
+
 def rows(x: Any) -> Rows:
     """[..., N] as M rows; x is a tensor or a spec that passed `check_rows`."""
     shape = x.shape
@@ -26,23 +36,63 @@ def rows(x: Any) -> Rows:
     return Rows(m, shape[-1], stride)
 
 
-def check_rows(name: str, x: TensorSpec, dtypes: Any) -> None:
+def joined(*tensors: Any) -> tuple[int, ...]:
+    """Rows, elements in a row, and each tensor's stride; one long row where all lie end to end."""
+    found = [rows(t) for t in tensors]
+    m, n, _ = found[0]
+    if m <= 1 or all(r.stride == n for r in found):
+        return 1, m * n, *(0 for _ in found)
+    return m, n, *(r.stride for r in found)
+
+
+def heads(x: Any) -> Heads:
+    """[..., N] as M rows at up to two distances; x is a tensor or a spec that passed `check_rows` with levels=2."""
+    shape = x.shape
+    if len(shape) == 2:
+        return Heads(shape[0], shape[1], x.stride(0), 1, 0)
+    m, n, stride = rows(x)
+    found = _levels(x)
+    if len(found) < 2:
+        return Heads(m, n, stride, 1, 0)
+    (count, step), (_, stride) = found
+    return Heads(m, n, stride, count, step)
+
+
+def heads_refusal(x: TensorSpec) -> str | None:
+    """Of kernels that take evenly spaced rows only."""
+    if len(_levels(x)) < 2:
+        return None
+    return f"rows of shape {list(x.shape)} with strides {list(x.strides)} lie at two distances; this kernel takes one"
+
+
+def _levels(x: Any) -> list[tuple[int, int]]:
+    """(rows, distance) from the inside out: dimensions that lie evenly together are one level."""
+    found: list[tuple[int, int]] = []
+    if 0 in x.shape:  # no rows, or rows of nothing, lie anywhere
+        return found
+    for d in range(len(x.shape) - 2, -1, -1):
+        size, stride = x.shape[d], x.stride(d)
+        if size == 1:  # may have any stride
+            continue
+        if found and found[-1][0] * found[-1][1] == stride:
+            found[-1] = (found[-1][0] * size, found[-1][1])
+        else:
+            found.append((size, stride))
+    return found
+
+
+def check_rows(name: str, x: TensorSpec, dtypes: Any, levels: int = 1) -> None:
     require(x.dtype in dtypes, f"{name} must be one of {', '.join(map(dtype_name, dtypes))}, got {dtype_name(x.dtype)}")
     require(len(x.shape) >= 1, f"{name} must be [..., N], got a scalar")
     require(
         x.stride(-1) == 1 or x.shape[-1] <= 1,
         f"{name} must have stride 1 along its last dimension, got strides {list(x.strides)}; call .contiguous() on it",
     )
-    step = None  # the stride that the next longer dimension must have for the rows to lie evenly
-    for d in range(len(x.shape) - 2, -1, -1):
-        if x.shape[d] == 1:
-            continue
-        require(
-            step is None or x.stride(d) == step,
-            f"{name} must have its rows evenly spaced, got shape {list(x.shape)} with strides {list(x.strides)}; "
-            "call .contiguous() on it",
-        )
-        step = x.stride(d) * x.shape[d]
+    require(
+        len(_levels(x)) <= levels,
+        f"{name} must have its rows evenly spaced{' but for one dimension' if levels == 2 else ''}, got shape "
+        f"{list(x.shape)} with strides {list(x.strides)}; call .contiguous() on it",
+    )
 
 
 def check_like(name: str, x: TensorSpec, other_name: str, other: TensorSpec) -> None:

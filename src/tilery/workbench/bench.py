@@ -55,7 +55,7 @@ def units(
             continue
         able = tuple(k for k, p in places.items() if p.device == where and not p.interpreted)
         with_them = tuple(p for p in peers if where.type == "cuda" or not PEERS[p.removeprefix("baseline:")].gpu)
-        for case in (given or op.cases[own]) if able else []:
+        for case in (op.cases[own] if given is None else given) if able else []:
             found.append(Unit(op.name, case, str(where), able, with_them, depth, cold))
     return found
 

@@ -1,7 +1,9 @@
 """What a compiler made of a kernel: source, IR, CUDA, PTX, SASS. Without a GPU too."""
 
 import inspect as python
+import sys
 from pathlib import Path
+from types import ModuleType
 
 from tilery.backends import cubin
 from tilery.errors import BadInput
@@ -12,11 +14,29 @@ STAGES = ("source", "ir", "cuda", "ptx", "sass", "asm")
 
 
 def source(op: Op, kernel: str) -> str:
-    """The kernel's file, and the .cu beside it if it has one."""
-    path = Path(python.getfile(op.kernel(kernel)))
+    """The kernel's file, the .cu beside it if it has one, and the files of its language that it shares with others."""
+    module = op.kernel(kernel)
+    path = Path(python.getfile(module))
     cuda = path.with_name(f"{op.name}.cu")
-    text = path.read_text()
-    return text + f"\n# {cuda.name}\n{cuda.read_text()}" if kernel.startswith("cuda") and cuda.exists() else text
+    others = [cuda] if kernel.startswith("cuda") and cuda.exists() else []
+    others += _shared(module, kernel.partition(".")[0])
+    return path.read_text() + "".join(f"\n# {other.name}\n{other.read_text()}" for other in others)
+
+
+def _shared(module: ModuleType, language: str) -> list[Path]:
+    """Files ops/<language>_*.py that the module has something from, and those that they have something from."""
+    found: dict[Path, None] = {}
+    waiting = [module]
+    while waiting:
+        for value in vars(waiting.pop()).values():
+            name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            if not isinstance(name, str) or not name.startswith(f"tilery.ops.{language}_"):
+                continue
+            path = Path(python.getfile(sys.modules[name]))
+            if path not in found:
+                found[path] = None
+                waiting.append(sys.modules[name])
+    return list(found)
 
 
 def stages(artifact: Artifact) -> list[str]:

@@ -1,5 +1,6 @@
-"""Sets of cases by name: a model's shapes at the numbers of tokens that matter. Derived, not listed."""
+"""Sets of cases by name: a model's shapes at the numbers of tokens that matter, and a sweep of rows."""
 
+import inspect
 from dataclasses import dataclass
 
 from tilery import models
@@ -27,11 +28,28 @@ SETS = {
 }
 
 
+SWEEP = "sweep"  # rows of every length by numbers of rows, for ops that work row by row
+_SWEPT_ROWS = (1, 16, 512, 8192, 32768)
+_SWEPT_LENGTHS = (1024, 4096, 8192, 16384, 65536, 131072)
+_MOST_ELEMENTS = 2**28  # larger problems are no different, and take the memory of all their input sets
+
+
 def cases(op: Op, name: str) -> list[Case]:
     """The op's cases for a set, fewest tokens first."""
+    if name == SWEEP:
+        return _swept(op)
     if name not in SETS:
-        raise BadInput(f"--shapes must be one of {', '.join(SETS)}, got {name!r}")
+        raise BadInput(f"--shapes must be one of {', '.join((*SETS, SWEEP))}, got {name!r}")
     chosen = SETS[name]
     sizes = op.model_sizes(models.load(chosen.model, chosen.tp))
     distinct = [dict(pairs) for pairs in dict.fromkeys(tuple(size.items()) for size in sizes)]
     return [Case({"m": m, **size, "dtype": "bf16"}) for m in chosen.tokens for size in distinct[: chosen.most]]
+
+
+def _swept(op: Op) -> list[Case]:
+    needed = {n for n, p in inspect.signature(op.inputs).parameters.items() if p.default is inspect.Parameter.empty}
+    if needed != {"m", "n"}:
+        raise BadInput(f"--shapes {SWEEP} is for ops whose cases are rows m of length n, {op.name} needs {needed}")
+    return [
+        Case({"m": m, "n": n, "dtype": "bf16"}) for n in _SWEPT_LENGTHS for m in _SWEPT_ROWS if m * n <= _MOST_ELEMENTS
+    ]

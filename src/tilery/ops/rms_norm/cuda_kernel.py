@@ -5,7 +5,7 @@ from pathlib import Path
 from tilery.backends import cuda_glue
 from tilery.ops import block_rows, cuda_rows
 from tilery.ops.block_rows import Config
-from tilery.ops.rows import rows
+from tilery.ops.rows import heads_refusal, rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = block_rows.archs
@@ -14,7 +14,7 @@ _SOURCE = Path(__file__).with_name("rms_norm.cu")
 
 
 def refusal(x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
-    return block_rows.refusal(config)
+    return heads_refusal(x) or block_rows.refusal(config)
 
 
 def default(x: TensorSpec, weight: TensorSpec) -> Config:
@@ -27,7 +27,7 @@ def configs(x: TensorSpec, weight: TensorSpec) -> list[Config]:
 
 
 def _kernel(x, weight, n: int, stride: int, config: Config) -> cuda_glue.Kernel:
-    return cuda_rows.kernel(_SOURCE, "PPPqqf", (x, weight), n, stride, config.threads)
+    return cuda_rows.kernel(_SOURCE, "PPPqqff", (x, weight), n, stride, config.threads)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
@@ -36,7 +36,7 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 
 def run(outs, args, config: Config) -> None:
-    x, weight, eps = args
+    x, weight, eps, offset = args
     m, n, stride = rows(x)
     kernel = _kernel(x, weight, n, stride, config)
-    kernel.launch(m, x.data_ptr(), weight.data_ptr(), outs[0].data_ptr(), stride, n, eps)
+    kernel.launch(m, x.data_ptr(), weight.data_ptr(), outs[0].data_ptr(), stride, n, eps, offset)

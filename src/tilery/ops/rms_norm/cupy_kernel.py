@@ -3,7 +3,7 @@
 from tilery.backends import cupy_glue
 from tilery.ops import block_rows
 from tilery.ops.block_rows import Config
-from tilery.ops.rows import rows
+from tilery.ops.rows import heads_refusal, rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = block_rows.archs
@@ -18,7 +18,7 @@ struct alignas(V * sizeof(T)) Pack { T at[V]; };
 
 template <typename T, int V, int THREADS>
 __global__ void __launch_bounds__(THREADS) rms_norm(
-    const T* x, const T* weight, T* y, long long x_stride, long long n, double eps)
+    const T* x, const T* weight, T* y, long long x_stride, long long n, double eps, double offset)
 {
     const long long row = blockIdx.x;  // 64 bits: row * x_stride may pass 2**31
     const auto* xs = reinterpret_cast<const Pack<T, V>*>(x + row * x_stride);
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(THREADS) rms_norm(
     for (long long i = threadIdx.x; i < n / V; i += THREADS) {
         const Pack<T, V> px = xs[i], pw = ws[i];
         Pack<T, V> py;
-        for (int j = 0; j < V; ++j) py.at[j] = T(float(px.at[j]) * scale * float(pw.at[j]));
+        for (int j = 0; j < V; ++j) py.at[j] = T(float(px.at[j]) * scale * (float(pw.at[j]) + float(offset)));
         ys[i] = py;
     }
 }
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(THREADS) rms_norm(
 
 
 def refusal(x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
-    return block_rows.refusal(config)
+    return heads_refusal(x) or block_rows.refusal(config)
 
 
 def default(x: TensorSpec, weight: TensorSpec) -> Config:
@@ -74,8 +74,9 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 
 def run(outs, args, config: Config) -> None:
-    x, weight, eps = args
+    x, weight, eps, offset = args
     m, n, stride = rows(x)
     x_ptr, w_ptr = x.data_ptr(), weight.data_ptr()
     name = _name(x.dtype, n, stride, (x_ptr | w_ptr) % 16 == 0, config)
-    cupy_glue.launch(_SOURCE, name, m, config.threads, (x_ptr, w_ptr, outs[0].data_ptr(), stride, n, float(eps)))
+    arguments = x_ptr, w_ptr, outs[0].data_ptr(), stride, n, float(eps), float(offset)
+    cupy_glue.launch(_SOURCE, name, m, config.threads, arguments)

@@ -7,13 +7,14 @@ from tilery.backends.cutile_glue import Launch
 from tilery.ops import cutile_rows
 from tilery.ops.cutile_rows import Config, matrix
 from tilery.ops.rms_norm import outputs
+from tilery.ops.rows import heads_refusal
 from tilery.spec import Artifact, TensorSpec
 
 archs = cutile_rows.archs
 
 
 def refusal(x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
-    return cutile_rows.refusal(x, config or default(x, weight))
+    return heads_refusal(x) or cutile_rows.refusal(x, config or default(x, weight))
 
 
 def default(x: TensorSpec, weight: TensorSpec) -> Config:
@@ -32,19 +33,19 @@ def _load(x, index, shape):
 # Int64: the stride of rows may be 2**31 elements and more.
 @ct.kernel
 def _rms_norm(
-    x: ct.IndexedWithInt64, w: ct.IndexedWithInt64, y: ct.IndexedWithInt64, eps,
+    x: ct.IndexedWithInt64, w: ct.IndexedWithInt64, y: ct.IndexedWithInt64, eps, offset,
     ROWS: ct.Constant[int], TILE: ct.Constant[int],
 ):  # fmt: skip
     row = ct.bid(0)
     x_tile = _load(x, (row, 0), (ROWS, TILE))
     scale = ct.rsqrt(ct.sum(x_tile * x_tile, axis=1, keepdims=True) / x.shape[1] + eps)
-    y_tile = x_tile * scale * _load(w, (0,), (TILE,))
+    y_tile = x_tile * scale * (_load(w, (0,), (TILE,)) + offset)
     ct.store(y, (row, 0), y_tile.astype(y.dtype), allow_tma=False)  # what lies outside of y is dropped
 
 
 @ct.kernel
 def _rms_norm_long(
-    x: ct.IndexedWithInt64, w: ct.IndexedWithInt64, y: ct.IndexedWithInt64, eps,
+    x: ct.IndexedWithInt64, w: ct.IndexedWithInt64, y: ct.IndexedWithInt64, eps, offset,
     ROWS: ct.Constant[int], TILE: ct.Constant[int],
 ):  # fmt: skip
     row = ct.bid(0)
@@ -55,16 +56,16 @@ def _rms_norm_long(
         squares += x_tile * x_tile
     scale = ct.rsqrt(ct.sum(squares, axis=1, keepdims=True) / x.shape[1] + eps)
     for i in range(tiles):
-        y_tile = _load(x, (row, i), (ROWS, TILE)) * scale * _load(w, (i,), (TILE,))
+        y_tile = _load(x, (row, i), (ROWS, TILE)) * scale * (_load(w, (i,), (TILE,)) + offset)
         ct.store(y, (row, i), y_tile.astype(y.dtype), allow_tma=False)
 
 
-def _launch(config: Config, outs, x, weight, eps=1e-6) -> Launch:
+def _launch(config: Config, outs, x, weight, eps=1e-6, offset=0.0) -> Launch:
     """Of tensors for `run` and of specs for `compile`."""
     x, y = matrix(x), matrix(outs[0])
     m, n = x.shape
     kernel = cutile_rows.hinted(_rms_norm if n <= config.tile else _rms_norm_long, config)
-    return Launch(kernel, ct.cdiv(m, config.rows), (x, weight, y, eps, config.rows, config.tile))
+    return Launch(kernel, ct.cdiv(m, config.rows), (x, weight, y, float(eps), float(offset), config.rows, config.tile))
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:

@@ -9,14 +9,14 @@ from numba.cuda.types import float32, float64, int64, void
 from tilery.backends import numba_cuda_glue
 from tilery.ops import block_rows
 from tilery.ops.block_rows import Config
-from tilery.ops.rows import rows
+from tilery.ops.rows import heads_refusal, rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = block_rows.archs
 
 
 def refusal(x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
-    return block_rows.refusal(config)
+    return heads_refusal(x) or block_rows.refusal(config)
 
 
 def default(x: TensorSpec, weight: TensorSpec) -> Config:
@@ -33,7 +33,7 @@ def _kernel(dtype, threads: int) -> numba_cuda_glue.Kernel:
     widen, narrow = numba_cuda_glue.WIDEN[dtype], numba_cuda_glue.NARROW[dtype]
 
     @cuda.jit
-    def rms_norm(x, weight, y, x_stride, n, eps):
+    def rms_norm(x, weight, y, x_stride, n, eps, offset):
         sums = cuda.shared.array(threads, float32)
         thread = cuda.threadIdx.x
         row = int64(cuda.blockIdx.x)  # 64 bits: row * x_stride may pass 2**31
@@ -53,10 +53,10 @@ def _kernel(dtype, threads: int) -> numba_cuda_glue.Kernel:
 
         scale = float32(1) / math.sqrt(sums[0] / float32(n) + float32(eps))
         for i in range(thread, n, threads):
-            y[row * n + i] = narrow(widen(x[row * x_stride + i]) * scale * widen(weight[i]))
+            y[row * n + i] = narrow(widen(x[row * x_stride + i]) * scale * (widen(weight[i]) + float32(offset)))
 
     pointer = numba_cuda_glue.POINTERS[dtype]
-    return numba_cuda_glue.Kernel(rms_norm, void(pointer, pointer, pointer, int64, int64, float64), threads)
+    return numba_cuda_glue.Kernel(rms_norm, void(pointer, pointer, pointer, int64, int64, float64, float64), threads)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
@@ -64,7 +64,7 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 
 def run(outs, args, config: Config) -> None:
-    x, weight, eps = args
+    x, weight, eps, offset = args
     m, n, stride = rows(x)
-    arguments = (x.data_ptr(), weight.data_ptr(), outs[0].data_ptr(), stride, n, float(eps))
+    arguments = (x.data_ptr(), weight.data_ptr(), outs[0].data_ptr(), stride, n, float(eps), float(offset))
     numba_cuda_glue.launch(_kernel(x.dtype, config.threads), m, arguments)

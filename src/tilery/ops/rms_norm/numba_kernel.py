@@ -6,9 +6,10 @@ from numba import prange
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import at, f32, load, store
 from tilery.ops import numba_rows
+from tilery.ops.numba_norms import rstd, start
 from tilery.ops.numba_rows import Config
 from tilery.ops.rms_norm import outputs
-from tilery.ops.rows import rows
+from tilery.ops.rows import heads
 from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs
@@ -27,35 +28,33 @@ def configs(x: TensorSpec, weight: TensorSpec) -> list[Config]:
 
 
 @numba_glue.jit
-def _row(x, weight, y, n, eps, dtype):
-    squares = f32(0)
+def _row(x, weight, y, n, eps, offset, dtype):
+    scale, shift = rstd(x, f32(0), n, eps, dtype), f32(offset)
     for j in range(n):
-        value = load(x, j, dtype)
-        squares += value * value
-    scale = f32(1) / np.sqrt(squares / f32(n) + f32(eps))
-    for j in range(n):
-        store(y, j, load(x, j, dtype) * scale * load(weight, j, dtype), dtype)
+        store(y, j, load(x, j, dtype) * scale * (load(weight, j, dtype) + shift), dtype)
 
 
 @numba_glue.kernel
-def _rms_norm(threads, x, weight, y, x_stride, m, n, eps, dtype):
+def _rms_norm(threads, x, weight, y, stride, heads, step, m, n, eps, offset, dtype):
     if threads > 1:
         for i in prange(m):
             row = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
-            _row(at(x, row * x_stride, dtype), weight, at(y, row * n, dtype), n, eps, dtype)
+            x_row = at(x, start(row, stride, heads, step), dtype)
+            _row(x_row, weight, at(y, row * n, dtype), n, eps, offset, dtype)
     else:
         for row in range(m):
-            _row(at(x, row * x_stride, dtype), weight, at(y, row * n, dtype), n, eps, dtype)
+            x_row = at(x, start(row, stride, heads, step), dtype)
+            _row(x_row, weight, at(y, row * n, dtype), n, eps, offset, dtype)
 
 
-def _arguments(outs, x, weight, eps):
+def _arguments(outs, x, weight, eps=1e-6, offset=0.0):
     """The launch arguments, of tensors for `run` and of specs for `compile`."""
-    m, n, stride = rows(x)
-    return (x, weight, outs[0]), stride, m, n, float(eps)
+    m, n, stride, count, step = heads(x)
+    return (x, weight, outs[0]), stride, count, step, m, n, float(eps), float(offset)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_rms_norm, *_arguments(outputs(*specs), *specs, 1e-6))
+    return numba_glue.compile(_rms_norm, *_arguments(outputs(*specs), *specs))
 
 
 def run(outs, args, config: Config) -> None:

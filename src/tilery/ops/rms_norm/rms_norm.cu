@@ -2,7 +2,8 @@
 #include "tilery.cuh"
 
 template <typename T, int VEC, int STEPS, int THREADS>
-__global__ void __launch_bounds__(THREADS) rms_norm(const T* x, const T* w, T* y, i64 x_stride, i64 n, float eps) {
+__global__ void __launch_bounds__(THREADS) rms_norm(
+    const T* x, const T* w, T* y, i64 x_stride, i64 n, float eps, float offset) {
     x += blockIdx.x * x_stride;
     y += blockIdx.x * n;
     float row[STEPS][VEC], squares = 0.0f;
@@ -23,7 +24,7 @@ __global__ void __launch_bounds__(THREADS) rms_norm(const T* x, const T* w, T* y
             float weight[VEC];
             load(weight, w + col);
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) row[s][i] *= scale * weight[i];
+            for (int i = 0; i < VEC; ++i) row[s][i] *= scale * (weight[i] + offset);
             store(y + col, row[s]);
         }
     }
@@ -31,7 +32,8 @@ __global__ void __launch_bounds__(THREADS) rms_norm(const T* x, const T* w, T* y
 
 // For rows that no block's registers hold: x is read twice, the second time from a cache where it fits.
 template <typename T, int VEC, int THREADS>
-__global__ void __launch_bounds__(THREADS) rms_norm_long(const T* x, const T* w, T* y, i64 x_stride, i64 n, float eps) {
+__global__ void __launch_bounds__(THREADS) rms_norm_long(
+    const T* x, const T* w, T* y, i64 x_stride, i64 n, float eps, float offset) {
     x += blockIdx.x * x_stride;
     y += blockIdx.x * n;
     float squares = 0.0f;
@@ -47,7 +49,7 @@ __global__ void __launch_bounds__(THREADS) rms_norm_long(const T* x, const T* w,
         load(values, x + col);
         load(weight, w + col);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) values[i] *= scale * weight[i];
+        for (int i = 0; i < VEC; ++i) values[i] *= scale * (weight[i] + offset);
         store(y + col, values);
     }
 }

@@ -7,7 +7,7 @@ import tilelang.language as T
 
 from tilery.backends import tilelang_glue
 from tilery.device import ARCHS
-from tilery.ops.rows import rows
+from tilery.ops.rows import heads_refusal, rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
@@ -28,7 +28,7 @@ def refusal(x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> 
     most = (config.threads if config else _THREADS[-1]) * _BYTES_PER_THREAD // x.dtype.itemsize
     if n > most:
         return f"row of {n} does not fit the registers of one block ({most} values)"
-    return None
+    return heads_refusal(x)
 
 
 def default(x: TensorSpec, weight: TensorSpec) -> Config:
@@ -53,6 +53,7 @@ def _rms_norm(n: int, dtype: str, vector: int, threads: int):
         weight: T.StridedTensor((n,), (step,), dtype),
         y: T.Tensor((m, n), dtype),
         eps: T.float32,
+        offset: T.float32,
     ):
         with T.Kernel(m, threads=threads) as row:
             T.assume(stride % vector == 0)
@@ -65,7 +66,7 @@ def _rms_norm(n: int, dtype: str, vector: int, threads: int):
             T.reduce_sum(square, scale, dim=0)
             scale[0] = T.rsqrt(scale[0] / n + eps)
             for i in T.Parallel(block):
-                y[row, i] = x_row[i] * scale[0] * weight[i]
+                y[row, i] = x_row[i] * scale[0] * (T.cast(weight[i], "float32") + offset)
 
     return rms_norm
 
@@ -82,9 +83,9 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 
 def run(outs, args, config: Config) -> None:
-    (y,), (x, weight, eps) = outs, args
+    (y,), (x, weight, eps, offset) = outs, args
     constants = _constants(x, (x.data_ptr() | weight.data_ptr()) % 16 == 0, config)
     if x.dim() != 2:
         m, n, stride = rows(x)
         x, y = x.as_strided((m, n), (stride, 1)), y.view(m, n)
-    tilelang_glue.launch(_rms_norm, constants, (x, weight, y, float(eps)))
+    tilelang_glue.launch(_rms_norm, constants, (x, weight, y, float(eps), float(offset)))

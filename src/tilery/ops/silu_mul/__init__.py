@@ -1,64 +1,37 @@
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery import inputs as draw
 from tilery.op import op
-from tilery.ops import rows
+from tilery.ops import gated, rows
+from tilery.ops.silu_mul_backward import silu_mul_backward
+from tilery.ops.silu_mul_packed_backward import silu_mul_packed_backward
 from tilery.peers import Compiled, baselines, load
-from tilery.spec import Bucket, Cost, TensorSpec, case
-
-ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
-def check(gate: TensorSpec, up: TensorSpec) -> None:
-    rows.check_rows("gate", gate, ALLOWED)
-    rows.check_rows("up", up, ALLOWED)
-    rows.check_like("up", up, "gate", gate)
-
-
-def outputs(gate: TensorSpec, up: TensorSpec) -> tuple[TensorSpec, ...]:
-    return (TensorSpec.contiguous(gate.shape, gate.dtype, gate.device),)
-
-
-def cost(gate: TensorSpec, up: TensorSpec) -> Cost:
-    return rows.cost_rows(gate, flops=5, reads=2)  # negate, exp, add, divide, multiply
-
-
-def bucket(gate: TensorSpec, up: TensorSpec) -> Bucket:
-    return rows.bucket_rows(gate)
-
-
-def inputs(
-    m: int, n: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
-    device: str = "cuda", seed: int = 0,
-) -> dict[str, Tensor]:  # fmt: skip
-    g = draw.generator(seed, device)
-    return {
-        "gate": rows.draw(m, n, dtype, g, layout, special, batch),
-        "up": rows.draw(m, n, dtype, g, "contiguous", "none", batch),  # the two differ in row stride where layout says
-    }
-
-
-def _torch(gate: Tensor, up: Tensor) -> Tensor:
+def _torch(gate: Tensor, up: Tensor | None) -> Tensor:
+    gate, up = gated.pair(gate, up)
     return F.silu(gate) * up
 
 
+def _liger(gate: Tensor, up: Tensor | None) -> Tensor:
+    ops = load("liger_kernel.ops")
+    function = ops.LigerSiLUMulFunction if up is not None else ops.LigerFusedGateUpSiLUMulFunction
+    return function.apply(gate, *([] if up is None else [up]))
+
+
+def _tilegym(gate: Tensor, up: Tensor | None) -> Tensor:
+    ops = load("tilegym.ops")
+    return ops.silu_and_mul(gate) if up is None else ops.get_swiglu()(gate, up)
+
+
 @op(
-    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
-    kernels=("numba", "triton", "cutile", "cuda"),
-    baselines=baselines(
-        torch=_torch, compile=Compiled(_torch),
-        liger=lambda gate, up: load("liger_kernel.ops").LigerSiLUMulFunction.apply(gate, up),
-        tilegym=lambda gate, up: load("tilegym.ops").get_swiglu()(gate, up),
-    ),
+    check=gated.check, outputs=gated.outputs, cost=gated.cost, bucket=gated.bucket, inputs=gated.inputs,
+    allowed=gated.ALLOWED, kernels=("numba", "triton", "cutile", "cuda"),
+    baselines=baselines(torch=_torch, compile=Compiled(_torch), liger=_liger, tilegym=_tilegym),
     model_sizes=lambda model: [{"n": model.mlp_size}],
-    cases={
-        "test": rows.cases(),
-        **rows.bench_cases(),
-        "bench": [case(m=m, n=14336, dtype="bf16") for m in (16, 8192)],
-    },
+    cases={"test": [*rows.cases(), *gated.packed_cases()], **gated.bench_cases()},
+    backward=gated.gradients(silu_mul_backward, silu_mul_packed_backward),
 )  # fmt: skip
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """SwiGLU's product: y = gate · sigmoid(gate) · up; gate, up, y [..., N]."""
-    return gate * torch.sigmoid(gate) * up
+def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """SwiGLU's product: y = gate · sigmoid(gate) · up [..., N]; without up, gate is [..., 2N], gate and then up."""
+    return gated.reference(gate, up, "silu")

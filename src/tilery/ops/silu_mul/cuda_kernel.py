@@ -8,7 +8,7 @@ import torch
 
 from tilery.backends import cuda_glue
 from tilery.device import ARCHS
-from tilery.ops.rows import rows
+from tilery.ops.rows import joined, rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
@@ -22,7 +22,7 @@ class Config:
     steps: int  # accesses of each thread
 
 
-def refusal(gate: TensorSpec, up: TensorSpec, config: Config | None = None) -> str | None:
+def refusal(gate: TensorSpec, up: TensorSpec | None, config: Config | None = None) -> str | None:
     if config and (config.threads % 32 or not 32 <= config.threads <= 1024):
         return f"threads must be a multiple of 32 up to 1024, got {config.threads}"
     if config and not 1 <= config.steps <= 8:
@@ -30,18 +30,20 @@ def refusal(gate: TensorSpec, up: TensorSpec, config: Config | None = None) -> s
     return None
 
 
-def default(gate: TensorSpec, up: TensorSpec) -> Config:
+def default(gate: TensorSpec, up: TensorSpec | None) -> Config:
     return Config(threads=256, steps=1)
 
 
-def configs(gate: TensorSpec, up: TensorSpec) -> list[Config]:
+def configs(gate: TensorSpec, up: TensorSpec | None) -> list[Config]:
     return [Config(t, s) for t, s in ((128, 1), (128, 4), (256, 1), (256, 2), (256, 4), (512, 1), (512, 2))]
 
 
-def _joined(gate, up) -> tuple[int, int, int, int]:
-    """Rows, values in a row, strides of gate and up; one long row where both lie end to end."""
-    (m, n, stride), (_, _, up_stride) = rows(gate), rows(up)
-    return (1, m * n, 0, 0) if stride == up_stride == n else (m, n, stride, up_stride)
+def _cut(gate, up) -> tuple[tuple, int, int, int, int]:
+    """The tensors to be read, rows, values in a row, strides of gate and up; one long row where all lie end to end."""
+    if up is None:
+        m, n, stride = rows(gate)
+        return (gate,), m, n // 2, stride, stride
+    return (gate, up), *joined(gate, up)
 
 
 @functools.cache
@@ -51,14 +53,17 @@ def _kernel(dtype: torch.dtype, values: int, config: Config) -> cuda_glue.Kernel
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    _, n, *strides = _joined(*specs)
-    return _kernel(specs[0].dtype, cuda_glue.width(specs, n, *strides), config).compile(arch)
+    tensors, _, n, *strides = _cut(*specs)
+    return _kernel(tensors[0].dtype, cuda_glue.width(tensors, n, *strides), config).compile(arch)
 
 
 def run(outs, args, config: Config) -> None:
-    gate, up = args
-    m, n, stride, up_stride = _joined(gate, up)
-    values = cuda_glue.width(args, n, stride, up_stride)
+    tensors, m, n, stride, up_stride = _cut(*args)
+    gate = tensors[0]
+    values = cuda_glue.width(tensors, n, stride, up_stride)
     pieces = -(-n // (values * config.steps * config.threads))
-    pointers = gate.data_ptr(), up.data_ptr(), outs[0].data_ptr()
-    _kernel(gate.dtype, values, config).launch(m * pieces, *pointers, stride, up_stride, n, pieces)
+    start = gate.data_ptr()
+    up_start = start + n * gate.itemsize if args[1] is None else args[1].data_ptr()
+    _kernel(gate.dtype, values, config).launch(
+        m * pieces, start, up_start, outs[0].data_ptr(), stride, up_stride, n, pieces
+    )

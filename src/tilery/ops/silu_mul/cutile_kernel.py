@@ -6,22 +6,22 @@ from tilery.backends import cutile_glue
 from tilery.backends.cutile_glue import Launch
 from tilery.ops import cutile_rows
 from tilery.ops.cutile_rows import Config, matrix
-from tilery.ops.silu_mul import outputs
+from tilery.ops.gated import outputs, pair
 from tilery.spec import Artifact, TensorSpec
 
 archs = cutile_rows.archs
 
 
-def refusal(gate: TensorSpec, up: TensorSpec, config: Config | None = None) -> str | None:
-    return cutile_rows.refusal(gate, config or default(gate, up))
+def refusal(gate: TensorSpec, up: TensorSpec | None, config: Config | None = None) -> str | None:
+    return cutile_rows.refusal(pair(gate, up)[0], config or default(gate, up))
 
 
-def default(gate: TensorSpec, up: TensorSpec) -> Config:
-    return _cut(gate, 1024)  # 8192 × 14336 on an H200: 203 µs; 258 in tiles of 2048
+def default(gate: TensorSpec, up: TensorSpec | None) -> Config:
+    return _cut(pair(gate, up)[0], 1024)  # 8192 × 14336 on an H200: 203 µs; 258 in tiles of 2048
 
 
-def configs(gate: TensorSpec, up: TensorSpec) -> list[Config]:
-    cuts = [_cut(gate, values) for values in (1024, 2048, 4096, 8192)]
+def configs(gate: TensorSpec, up: TensorSpec | None) -> list[Config]:
+    cuts = [_cut(pair(gate, up)[0], values) for values in (1024, 2048, 4096, 8192)]
     found = [*cuts, *(Config(c.rows, c.tile, num_worker_warps=8) for c in cuts)]
     return [c for c in dict.fromkeys(found) if refusal(gate, up, c) is None]
 
@@ -52,6 +52,7 @@ def _silu_mul(
 
 def _launch(config: Config, outs, gate, up) -> Launch:
     """Of tensors for `run` and of specs for `compile`."""
+    gate, up = pair(gate, up)
     gate, up, y = matrix(gate), matrix(up), matrix(outs[0])
     blocks = cutile_rows.blocks(config, *gate.shape)
     return Launch(cutile_rows.hinted(_silu_mul, config), blocks, (gate, up, y, config.rows, config.tile))

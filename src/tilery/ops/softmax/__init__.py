@@ -4,8 +4,9 @@ from torch import Tensor
 from tilery import inputs as draw
 from tilery.op import op
 from tilery.ops import rows
+from tilery.ops.softmax_backward import softmax_backward
 from tilery.peers import Compiled, baselines, load
-from tilery.spec import Bucket, Cost, TensorSpec
+from tilery.spec import Bucket, Case, Cost, TensorSpec, case
 
 ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
@@ -33,6 +34,12 @@ def inputs(
     return {"x": rows.draw(m, n, dtype, draw.generator(seed, device), layout, special, batch)}
 
 
+def bench_cases() -> dict[str, list[Case]]:
+    """Also a vocabulary: few rows of it as a decoder has, and many."""
+    known = rows.bench_cases()
+    return known | {"bench": [*known["bench"], *(case(m=m, n=128256, dtype="bf16") for m in (16, 1024))]}
+
+
 def _torch(x: Tensor) -> Tensor:
     return torch.softmax(x, -1)
 
@@ -47,7 +54,8 @@ def _torch(x: Tensor) -> Tensor:
         quack=lambda x: load("quack").softmax(x),
     ),
     model_sizes=lambda model: [{"n": model.vocab_size}],  # what a sampler sees
-    cases={"test": rows.cases(refused_by={"triton": "row of 65537"}), **rows.bench_cases()},
+    backward=lambda args, outs, grads: softmax_backward(grads[0], outs[0]),
+    cases={"test": rows.cases(), **bench_cases()},
 )  # fmt: skip
 def softmax(x: Tensor) -> Tensor:
     """Softmax over the last axis: y = exp(x - max(x)) / sum(exp(x - max(x))); x, y [..., N]."""

@@ -1,51 +1,14 @@
-"""One program per row; the whole row sits in registers, so x is read once."""
+"""One program per row, which sits in its registers if it can; few long rows are shared out among programs."""
 
-import triton
-import triton.language as tl
-
-from tilery.backends import triton_glue
-from tilery.ops import triton_rows
-from tilery.ops.rows import rows
+from tilery.ops import triton_softmax
 from tilery.ops.softmax import outputs
-from tilery.spec import Artifact, TensorSpec
-
-archs = triton_rows.archs
-Config = triton_rows.Config
-
-
-def refusal(x: TensorSpec, config: Config | None = None) -> str | None:
-    return triton_rows.refusal(x.shape[-1], config)
-
-
-def default(x: TensorSpec) -> Config:
-    return triton_rows.default(x.shape[-1])
-
-
-def configs(x: TensorSpec) -> list[Config]:
-    return triton_rows.configs(x.shape[-1])
-
-
-@triton.jit
-def _softmax(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)  # int64: row * stride overflows int32 past 2**31 elements
-    cols = tl.arange(0, BLOCK)
-    mask = cols < n
-    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=-float("inf")).to(tl.float32)
-    e = tl.exp(x - tl.max(x, axis=0))  # max drops NaN, the sum carries it to the whole row
-    tl.store(y_ptr + row * n + cols, e / tl.sum(e, axis=0), mask=mask)
-
-
-def _arguments(outs, x):
-    """The launch arguments, of tensors for `run` and of specs for `compile`."""
-    _, n, stride = rows(x)
-    return (x, outs[0], stride, n), {"BLOCK": triton.next_power_of_2(n)}
+from tilery.ops.triton_softmax import Config, archs, configs, default, refusal, workspace  # noqa: F401
+from tilery.spec import Artifact
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    arguments, constants = _arguments(outputs(*specs), *specs)
-    return triton_glue.compile(_softmax, arguments, constants, {"num_warps": config.num_warps}, arch)
+    return triton_softmax.compile(outputs(*specs), *specs, config, arch, log=False)
 
 
-def run(outs, args, config: Config) -> None:
-    arguments, constants = _arguments(outs, *args)
-    _softmax[(rows(args[0]).m,)](*arguments, **constants, num_warps=config.num_warps)
+def run(outs, args, config: Config, *sums) -> None:
+    triton_softmax.run(outs, *args, config, False, *sums)

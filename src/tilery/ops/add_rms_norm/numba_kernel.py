@@ -1,0 +1,54 @@
+"""Rows in parallel over the cores; the sum of a row is read again from the L1 cache."""
+
+import numpy as np
+from numba import prange
+
+from tilery.backends import numba_glue
+from tilery.backends.numba_glue import at, f32, load, store
+from tilery.ops import numba_rows
+from tilery.ops.add_rms_norm import outputs
+from tilery.ops.numba_norms import add_row, rstd
+from tilery.ops.numba_rows import Config
+from tilery.ops.rows import rows
+from tilery.spec import Artifact, TensorSpec
+
+archs = numba_rows.archs
+
+
+def refusal(x: TensorSpec, residual: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
+    return numba_rows.refusal(x)
+
+
+def default(x: TensorSpec, residual: TensorSpec, weight: TensorSpec) -> Config:
+    return numba_rows.default(x, least=2**16)
+
+
+def configs(x: TensorSpec, residual: TensorSpec, weight: TensorSpec) -> list[Config]:
+    return numba_rows.configs()
+
+
+@numba_glue.kernel
+def _add_rms_norm(threads, x, residual, weight, y, total, x_stride, r_stride, m, n, eps, offset, dtype):
+    shift = f32(offset)
+    for i in prange(threads):
+        part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
+        for row in range(part * m // threads, (part + 1) * m // threads):
+            y_row, sum_row = at(y, row * n, dtype), at(total, row * n, dtype)
+            add_row(at(x, row * x_stride, dtype), at(residual, row * r_stride, dtype), sum_row, n, dtype)
+            scale = rstd(sum_row, f32(0), n, eps, dtype)
+            for j in range(n):
+                store(y_row, j, load(sum_row, j, dtype) * scale * (load(weight, j, dtype) + shift), dtype)
+
+
+def _arguments(outs, x, residual, weight, eps=1e-6, offset=0.0):
+    """The launch arguments, of tensors for `run` and of specs for `compile`."""
+    m, n, stride = rows(x)
+    return (x, residual, weight, *outs), stride, rows(residual).stride, m, n, float(eps), float(offset)
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    return numba_glue.compile(_add_rms_norm, *_arguments(outputs(*specs), *specs))
+
+
+def run(outs, args, config: Config) -> None:
+    numba_glue.launch(_add_rms_norm, config.parallel, *_arguments(outs, *args))

@@ -1,0 +1,52 @@
+"""One program per row, or per few short ones, in registers: x and residual are read once; a long sum is read again."""
+
+import triton
+import triton.language as tl
+
+from tilery.backends import triton_glue
+from tilery.ops import triton_norms
+from tilery.ops.add_rms_norm import outputs
+from tilery.ops.rows import rows
+from tilery.ops.triton_norms import Config, normalise, own_rows
+from tilery.spec import Artifact, TensorSpec
+
+archs = triton_norms.archs
+
+
+def refusal(x: TensorSpec, residual: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
+    return triton_norms.refusal(config)
+
+
+def default(x: TensorSpec, residual: TensorSpec, weight: TensorSpec) -> Config:
+    return triton_norms.default(x)
+
+
+def configs(x: TensorSpec, residual: TensorSpec, weight: TensorSpec) -> list[Config]:
+    return triton_norms.configs(x)
+
+
+@triton.jit(do_not_specialize=["m"])
+def _add_rms_norm(
+    x_ptr, r_ptr, w_ptr, y_ptr, sum_ptr, x_stride, r_stride, m, n, eps, offset,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    row, inside = own_rows(m, ROWS)
+    x_row, r_row, y_row, sum_row = x_ptr + row * x_stride, r_ptr + row * r_stride, y_ptr + row * n, sum_ptr + row * n
+    normalise(x_row, r_row, w_ptr, None, y_row, sum_row, None, 0, inside, n, eps, offset, ROWS, BLOCK, LONG)
+
+
+def _arguments(config: Config, outs, x, residual, weight, eps=1e-6, offset=0.0):
+    """Of tensors for `run` and of specs for `compile`: rows, launch arguments and constants."""
+    m, n, stride = rows(x)
+    arguments = x, residual, weight, *outs, stride, rows(residual).stride, m, n, float(eps), float(offset)
+    return m, arguments, triton_norms.options(config, n)
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    _, arguments, constants = _arguments(config, outputs(*specs), *specs)
+    return triton_glue.compile(_add_rms_norm, arguments, constants, {"num_warps": config.num_warps}, arch)
+
+
+def run(outs, args, config: Config) -> None:
+    m, arguments, constants = _arguments(config, outs, *args)
+    _add_rms_norm[triton_norms.grid(m, config)](*arguments, **constants, num_warps=config.num_warps)

@@ -1,0 +1,68 @@
+"""One program per row, which it reads once, in blocks: every lane keeps its largest, and lanes are compared once."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from tilery.backends import triton_glue
+from tilery.device import ARCHS
+from tilery.ops.argmax import outputs
+from tilery.ops.rows import rows
+from tilery.ops.triton_order import first_of_largest, rank
+from tilery.spec import Artifact, TensorSpec
+
+archs = ARCHS
+
+
+@dataclass(frozen=True)
+class Config:
+    block: int  # columns that a program holds at a time
+    num_warps: int
+
+
+def refusal(logits: TensorSpec, config: Config | None = None) -> str | None:
+    if config and config.block > 32 * config.num_warps * 64:
+        return f"block of {config.block} does not fit the registers of {config.num_warps} warps"
+    return None
+
+
+def default(logits: TensorSpec) -> Config:
+    block = min(triton.next_power_of_2(logits.shape[-1]), 16384)
+    return Config(block, num_warps=min(max(block // 512, 1), 16))
+
+
+def configs(logits: TensorSpec) -> list[Config]:
+    most = triton.next_power_of_2(logits.shape[-1])
+    found = [Config(min(b, most), w) for b in (512, 4096, 8192, 16384, 32768) for w in (4, 8, 16, 32)]
+    return [c for c in dict.fromkeys(found) if refusal(logits, c) is None]
+
+
+@triton.jit
+def _argmax(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)  # int64: row * stride overflows int32 past 2**31 elements
+    x_ptr += row * x_stride
+    best = tl.full((BLOCK,), -(2**31), tl.int32)
+    index = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, n, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        ranks = rank(tl.load(x_ptr + cols, mask=cols < n, other=0.0).to(tl.float32))
+        better = (cols < n) & (ranks > best)
+        best = tl.where(better, ranks, best)
+        index = tl.where(better, cols, index)
+    tl.store(y_ptr + row, first_of_largest(best, index))
+
+
+def _arguments(outs, logits):
+    """The launch arguments, of tensors for `run` and of specs for `compile`."""
+    _, n, stride = rows(logits)
+    return logits, outs[0], stride, n
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    arguments, options = _arguments(outputs(*specs), *specs), {"num_warps": config.num_warps}
+    return triton_glue.compile(_argmax, arguments, {"BLOCK": config.block}, options, arch)
+
+
+def run(outs, args, config: Config) -> None:
+    _argmax[(rows(args[0]).m,)](*_arguments(outs, *args), BLOCK=config.block, num_warps=config.num_warps)

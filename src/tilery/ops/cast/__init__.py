@@ -1,0 +1,84 @@
+from typing import Any
+
+from torch import Tensor
+
+from tilery import inputs as draw
+from tilery.errors import require
+from tilery.op import op
+from tilery.ops import fp8, rows
+from tilery.peers import Compiled, baselines
+from tilery.spec import DTYPES, Bucket, Cost, TensorSpec, case, dtype_name
+
+EXACT = dict.fromkeys(DTYPES.values(), 0.0)  # the reference rounds too
+
+
+def check(x: TensorSpec, dtype: str) -> None:
+    rows.check_rows("x", x, EXACT)
+    require(dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
+def outputs(x: TensorSpec, dtype: str) -> tuple[TensorSpec, ...]:
+    return (TensorSpec.contiguous(x.shape, DTYPES[dtype], x.device),)
+
+
+def cost(x: TensorSpec, dtype: str) -> Cost:
+    m, n, _ = rows.rows(x)
+    return Cost(0, x.nbytes, m * n * DTYPES[dtype].itemsize)
+
+
+def bucket(x: TensorSpec, dtype: str) -> Bucket:
+    m, n, _ = rows.rows(x)
+    return Bucket(exact=f"n={n},{dtype_name(x.dtype)},{dtype}", scaled={"m": m})
+
+
+def inputs(
+    m: int, n: int, dtype: str = "bf16", to: str = "fp32", layout: str = "contiguous", special: str = "none",
+    batch: int = 0, device: str = "cuda", seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    return {"x": rows.draw(m, n, dtype, draw.generator(seed, device), layout, special, batch), "dtype": to}
+
+
+def _saturated(x: Tensor, dtype: str) -> Tensor:
+    return x.clamp(-fp8.LARGEST[dtype], fp8.LARGEST[dtype]) if dtype in fp8.LARGEST else x
+
+
+def _torch(x: Tensor, dtype: str) -> Tensor:
+    wide = x.float() if dtype in fp8.LARGEST and x.dtype.itemsize == 1 else x
+    return _saturated(wide, dtype).to(DTYPES[dtype])
+
+
+@op(
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=EXACT,
+    kernels=("numba", "triton"), baselines=baselines(torch=_torch, compile=Compiled(_torch)),
+    model_sizes=lambda model: [{"n": model.hidden_size}],
+    cases={
+        "test": [
+            case(m=3, n=1000, dtype="fp32", to="fp16"),
+            case(m=3, n=1000, dtype="bf16", to="fp32"),
+            case(m=3, n=1000, dtype="fp16", to="fp32"),
+            case(m=3, n=127, dtype="fp32", to="bf16"),
+            case(m=3, n=127, dtype="fp32", to="e4m3"),
+            case(m=3, n=256, dtype="fp16", to="e5m2"),
+            case(m=3, n=256, dtype="bf16", to="e4m3"),
+            case(m=3, n=256, dtype="e4m3", to="fp32"),
+            case(m=3, n=127, dtype="e5m2", to="fp16"),
+            case(m=1, n=1, dtype="e4m3", to="e5m2"),
+            case(m=0, n=128, dtype="fp32", to="fp16"),
+            case(m=2, n=96, dtype="fp16", to="fp32", batch=3),
+            case(m=5, n=256, dtype="fp32", to="fp16", layout="padded"),
+            case(m=5, n=257, dtype="bf16", to="fp32", layout="misaligned"),
+            case(m=3, n=72, dtype="fp16", to="fp32", layout="far"),
+            case(m=3, n=200, dtype="fp32", to="e4m3", special="nan"),
+            case(m=3, n=200, dtype="fp16", to="e4m3", special="inf"),  # becomes 448
+            case(m=3, n=200, dtype="e5m2", to="fp32", special="-inf"),
+        ],
+        "bench": [
+            *(case(m=m, n=4096, dtype="bf16", to="fp32") for m in (16, 8192)),
+            *(case(m=8192, n=4096, dtype=a, to=b) for a, b in (("fp32", "bf16"), ("bf16", "e4m3"), ("e4m3", "bf16"))),
+        ],
+        "bench_cpu": [case(m=2048, n=4096, dtype=a, to=b) for a, b in (("fp32", "bf16"), ("bf16", "fp32"))],
+    },
+)  # fmt: skip
+def cast(x: Tensor, dtype: str) -> Tensor:
+    """x [..., N] as fp32, fp16, bf16, e4m3 or e5m2, to nearest even; what is too large for fp8 becomes its largest."""
+    return _saturated(x.double(), dtype).float().to(DTYPES[dtype]).double()

@@ -1,0 +1,101 @@
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilery import inputs as draw
+from tilery.errors import require
+from tilery.op import op
+from tilery.ops import rows
+from tilery.ops.cross_entropy_backward import cross_entropy_backward
+from tilery.ops.losses import DTYPES, TERMS, check_targets, draw_targets, losses
+from tilery.peers import Compiled, baselines
+from tilery.spec import Bucket, Case, Cost, TensorSpec, case
+
+ALLOWED = {torch.float32: 1e-6}  # logits of any dtype are widened
+
+
+def check(logits: TensorSpec, targets: TensorSpec) -> None:
+    rows.check_rows("logits", logits, DTYPES)
+    require(logits.shape[-1] >= 1, f"logits must have a class at least, got {list(logits.shape)}")
+    check_targets(targets, logits.shape[:-1])
+
+
+def outputs(logits: TensorSpec, targets: TensorSpec) -> tuple[TensorSpec, ...]:
+    return (TensorSpec.contiguous(targets.shape, torch.float32, logits.device),) * 2
+
+
+def cost(logits: TensorSpec, targets: TensorSpec) -> Cost:
+    m, n, _ = rows.rows(logits)
+    return Cost(4 * m * n, logits.nbytes + targets.nbytes, 2 * 4 * m)  # max, subtract, exp, sum
+
+
+def bucket(logits: TensorSpec, targets: TensorSpec) -> Bucket:
+    return rows.bucket_rows(logits)
+
+
+def inputs(
+    m: int, n: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, device: str = "cuda", seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    g = draw.generator(seed, device)
+    logits = rows.draw(m, n, dtype, g, layout, special, batch)
+    targets = draw_targets(logits.shape[:-1], n, g)
+    return {"logits": logits, "targets": targets, "label_smoothing": label_smoothing, "z_loss": z_loss}
+
+
+def row_cases() -> list[Case]:
+    """What every row-wise op must bear, but for rows without a class; the first of each dtype with all terms."""
+    found = [c for c in rows.cases() if c.params["n"]]
+    first = {c.params["dtype"]: c for c in reversed(found)}.values()
+    return [replace(c, params=c.params | TERMS) if any(c is f for f in first) else c for c in found]
+
+
+def bench_cases() -> dict[str, list[Case]]:
+    """Vocabularies of Llama 2, Llama 3 and Qwen 3."""
+    return {
+        "bench": [case(m=m, n=n, dtype="bf16") for m, n in ((8192, 32000), (4096, 128256), (4096, 151936))],
+        "bench_cpu": rows.bench_cases()["bench_cpu"],
+    }
+
+
+def _torch(logits: Tensor, targets: Tensor, label_smoothing: float, ignore_index: int, z_loss: float) -> Any:
+    """One logsumexp: fewer passes than F.cross_entropy, which writes every logarithm first and gives no lse."""
+    wide, kept = logits.float(), targets != ignore_index
+    lse = wide.logsumexp(-1)
+    picked = wide.gather(-1, targets.where(kept, 0).unsqueeze(-1)).squeeze(-1)
+    loss = lse - (1 - label_smoothing) * picked + z_loss * lse.square()
+    if label_smoothing:
+        loss = loss - label_smoothing * wide.mean(-1)
+    return loss.where(kept, 0.0), lse.where(kept, 0.0)
+
+
+def _gradients(args: Any, outs: Any, grads: Any) -> Any:
+    logits, targets, *scalars = args
+    dloss, dlse = (torch.zeros_like(outs[0]) if g is None else g for g in grads)
+    return cross_entropy_backward(dloss, dlse, logits, targets, outs[1], *scalars), None, None, None, None
+
+
+@op(
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
+    runtime=("label_smoothing", "ignore_index", "z_loss"),
+    kernels=("numba", "triton"),
+    # Not Liger: it gives no lse, and writes the gradient over its logits as it goes, which is another op.
+    baselines=baselines(torch=_torch, compile=Compiled(_torch)),
+    model_sizes=lambda model: [{"n": model.vocab_size}],
+    backward=_gradients,
+    cases={"test": row_cases(), **bench_cases()},
+)  # fmt: skip
+def cross_entropy(
+    logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, ignore_index: int = -100, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Losses of rows, lse - (1 - s) · logits[target] - s · mean(logits) + z_loss · lse²; lse = log(sum(exp(logits))).
+
+    s is label_smoothing. Both are 0 where the target is ignore_index; a loss is NaN where the target is no class.
+    logits [..., N]; targets, losses and lse [...].
+    """
+    n = logits.shape[-1]
+    picked = logits.gather(-1, targets.clamp(0, n - 1).unsqueeze(-1)).squeeze(-1)
+    scalars = (label_smoothing, ignore_index, z_loss)
+    return losses(logits.logsumexp(-1), picked, logits.mean(-1), targets, n, scalars)

@@ -1,0 +1,75 @@
+"""One program per row, which it reads once, in blocks, with a running maximum; rows to ignore are not read at all."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from tilery.backends import triton_glue
+from tilery.device import ARCHS
+from tilery.ops import triton_losses
+from tilery.ops.cross_entropy import outputs
+from tilery.ops.rows import rows
+from tilery.ops.triton_softmax import row_sums
+from tilery.spec import Artifact, TensorSpec
+
+archs = ARCHS
+
+_MOST_VALUES = 64  # a lane: a maximum, a sum of exponentials and a plain one run over all of them
+
+
+@dataclass(frozen=True)
+class Config:
+    block: int  # columns that a program holds at a time
+    num_warps: int
+
+
+def refusal(logits: TensorSpec, targets: TensorSpec, config: Config | None = None) -> str | None:
+    if config and config.block > 32 * config.num_warps * _MOST_VALUES:
+        return f"block of {config.block} does not fit the registers of {config.num_warps} warps"
+    return None
+
+
+def default(logits: TensorSpec, targets: TensorSpec) -> Config:
+    block = min(triton.next_power_of_2(logits.shape[-1]), 8192)
+    return Config(block, num_warps=min(max(block // 512, 1), 8))
+
+
+def configs(logits: TensorSpec, targets: TensorSpec) -> list[Config]:
+    most = triton.next_power_of_2(logits.shape[-1])
+    found = [Config(min(b, most), w) for b in (512, 2048, 4096, 8192, 16384) for w in (4, 8, 16)]
+    return [c for c in dict.fromkeys(found) if refusal(logits, targets, c) is None]
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _cross_entropy(
+    logits_ptr, targets_ptr, loss_ptr, lse_ptr, stride, n, ignore_index, label_smoothing, z_loss, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)  # int64: row * stride overflows int32 past 2**31 elements
+    target = tl.load(targets_ptr + row)
+    loss, lse = 0.0, 0.0
+    if target != ignore_index:
+        logits_ptr += row * stride
+        top, total, plain = row_sums(logits_ptr, 0, n, BLOCK)
+        lse = triton_losses.log_sum(top, total)
+        inside = (target >= 0) & (target < n)
+        picked = tl.load(logits_ptr + target, mask=inside, other=float("nan")).to(tl.float32)
+        loss = triton_losses.loss(lse, picked, plain, n, label_smoothing, z_loss)
+    tl.store(loss_ptr + row, loss)
+    tl.store(lse_ptr + row, lse)
+
+
+def _arguments(outs, logits, targets, label_smoothing=0.1, ignore_index=-100, z_loss=0.1):
+    """The launch arguments, of tensors for `run` and of specs for `compile`."""
+    _, n, stride = rows(logits)
+    return logits, targets, *outs, stride, n, ignore_index, float(label_smoothing), float(z_loss)
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    arguments, options = _arguments(outputs(*specs), *specs), {"num_warps": config.num_warps}
+    return triton_glue.compile(_cross_entropy, arguments, {"BLOCK": config.block}, options, arch)
+
+
+def run(outs, args, config: Config) -> None:
+    grid = (rows(args[0]).m,)
+    _cross_entropy[grid](*_arguments(outs, *args), BLOCK=config.block, num_warps=config.num_warps)

@@ -1,0 +1,67 @@
+"""A program takes neighbouring stretches of 128 values, of one row or of several; each has one scale."""
+
+import triton
+import triton.language as tl
+
+from tilery.backends import triton_glue
+from tilery.ops import fp8, triton_fp8, triton_pieces
+from tilery.ops.dequantize_fp8 import outputs
+from tilery.ops.rows import rows
+from tilery.ops.triton_fp8 import widen
+from tilery.ops.triton_pieces import Config, archs
+from tilery.spec import Artifact, TensorSpec, dtype_name
+
+__all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
+
+_GROUP = tl.constexpr(fp8.GROUP)
+
+
+def refusal(values: TensorSpec, scales: TensorSpec, per: str, dtype: str, config: Config | None = None) -> str | None:
+    if config and config.block % fp8.GROUP:
+        return f"block must be a multiple of {fp8.GROUP}, the values of a group, got {config.block}"
+    return None
+
+
+def default(values: TensorSpec, scales: TensorSpec, per: str, dtype: str) -> Config:
+    return Config(2048, num_warps=4)
+
+
+def configs(values: TensorSpec, scales: TensorSpec, per: str, dtype: str) -> list[Config]:
+    return triton_pieces.configs()
+
+
+@triton.jit
+def _dequantize(
+    v_ptr, s_ptr, y_ptr, v_stride, s_row, s_column, count, groups, k,
+    HIGH: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64) * (BLOCK // _GROUP) + tl.arange(0, BLOCK // _GROUP)
+    row, group = index // groups, (index % groups).to(tl.int32)
+    scale = tl.load(s_ptr + row // HIGH * s_row + group * s_column, mask=index < count)
+    cols = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    mask = (index < count)[:, None] & (cols < k)
+    values = widen(tl.load(v_ptr + (row * v_stride)[:, None] + cols, mask=mask, other=0), FORMAT, NATIVE)
+    tl.store(y_ptr + (row * k)[:, None] + cols, values * scale[:, None], mask=mask)
+
+
+def _call(outs, config: Config, values, scales, per, dtype):
+    """Grid, arguments and constants; of tensors for `run` and of specs for `compile`."""
+    m, k, stride = rows(values)
+    groups = fp8.ceil_div(k, fp8.GROUP)
+    s_row = 0 if per == "tensor" else scales.stride(0)
+    s_column = scales.stride(1) if per in ("group", "block") else 0
+    arguments = triton_fp8.as_bytes(values), scales, outs[0], stride, s_row, s_column, m * groups, groups, k
+    high = fp8.GROUP if per == "block" else 1
+    native = triton_fp8.native(values.device)
+    constants = {"HIGH": high, "FORMAT": dtype_name(values.dtype), "NATIVE": native, "BLOCK": config.block}
+    return (triton.cdiv(m * groups, config.block // fp8.GROUP),), arguments, constants
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    _, arguments, constants = _call(outputs(*specs), config, *specs)
+    return triton_glue.compile(_dequantize, arguments, constants, config.options, arch)
+
+
+def run(outs, args, config: Config) -> None:
+    grid, arguments, constants = _call(outs, config, *args)
+    _dequantize[grid](*arguments, **constants, **config.options)

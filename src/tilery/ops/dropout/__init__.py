@@ -1,0 +1,91 @@
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilery import inputs as draw
+from tilery.errors import require
+from tilery.op import op
+from tilery.ops import philox, rows
+from tilery.peers import baselines
+from tilery.spec import Cost, TensorSpec, case
+
+ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+
+
+def check(x: TensorSpec) -> None:
+    rows.check_rows("x", x, ALLOWED)
+
+
+def outputs(x: TensorSpec) -> tuple[TensorSpec, ...]:
+    return (TensorSpec.contiguous(x.shape, x.dtype, x.device),)
+
+
+def cost(x: TensorSpec) -> Cost:
+    return rows.cost_rows(x, flops=1)
+
+
+def inputs(
+    m: int, n: int, dtype: str = "bf16", p: float = 0.5, layout: str = "contiguous", special: str = "none",
+    batch: int = 0, device: str = "cuda", seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """The key has more than 32 bits."""
+    x = rows.draw(m, n, dtype, draw.generator(seed, device), layout, special, batch)
+    return {"x": x, "p": p, "seed": seed + 2**40 + 2**31}
+
+
+def factor(p: float) -> float:
+    """What is kept is multiplied by this."""
+    require(0 <= p <= 1, f"dropout: p must be 0 to 1, got {p}")
+    return 1 / (1 - p) if p < 1 else 0.0
+
+
+@functools.lru_cache(maxsize=8)
+def _kept(shape: tuple[int, ...], p: float, seed: int, device: torch.device) -> Tensor:
+    least = torch.tensor(p, dtype=torch.float32).item()  # as kernels have it
+    return (philox.uniform(math.prod(shape), seed, device) >= least).view(shape)
+
+
+def _torch(x: Tensor, p: float, seed: int) -> Tensor:
+    """torch's own dropout draws another mask: here it is given ours, so that it only has to multiply."""
+    return torch.where(_kept(x.shape, p, seed, x.device), x * factor(p), 0.0)
+
+
+def _backward(args: tuple[Any, ...], outs: Any, grads: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    _, p, seed = args
+    again: Any = dropout  # the same seed gives the same mask
+    return again(grads[0], p, seed), None, None
+
+
+@op(
+    check=check, outputs=outputs, cost=cost, bucket=rows.bucket_rows, inputs=inputs, allowed=ALLOWED,
+    runtime=("p", "seed"), kernels=("numba", "triton"),
+    baselines=baselines(torch=_torch),
+    model_sizes=lambda model: [{"n": model.hidden_size}],
+    cases={
+        "test": [
+            case(m=3, n=1000, dtype="fp32"),
+            case(m=3, n=1000, dtype="bf16", p=0.1),
+            case(m=5, n=1000, dtype="fp16", p=0.9),
+            case(m=3, n=127, dtype="fp32", p=0.1),
+            case(m=1, n=1, dtype="fp32", p=0.0),
+            case(m=3, n=100, dtype="fp16", p=1.0),
+            case(m=0, n=128, dtype="fp32"),
+            case(m=4, n=0, dtype="bf16"),
+            case(m=2, n=96, dtype="fp16", batch=3),
+            case(m=5, n=256, dtype="fp32", layout="padded"),
+            case(m=5, n=257, dtype="fp32", layout="misaligned"),  # rows that start inside of a counter's words
+            case(m=5, n=259, dtype="bf16", layout="misaligned"),
+            case(m=3, n=72, dtype="fp16", layout="far"),
+            case(m=3, n=200, dtype="fp32", special="nan", p=0.0),
+            case(m=3, n=200, dtype="fp16", special="inf", p=0.0),
+        ],
+        **rows.bench_cases(),
+    },
+    backward=_backward,
+)  # fmt: skip
+def dropout(x: Tensor, p: float, seed: int) -> Tensor:
+    """y = x / (1 - p) where uniform(seed, element) ≥ p, else 0; x, y [..., N]. No state: a seed gives one mask."""
+    return torch.where(_kept(x.shape, p, seed, x.device), x * factor(p), 0.0)

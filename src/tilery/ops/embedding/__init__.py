@@ -1,0 +1,87 @@
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilery import inputs as draw
+from tilery.errors import require
+from tilery.op import op
+from tilery.ops import rows
+from tilery.peers import Compiled, baselines, load
+from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
+
+EXACT = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 0.0)
+IDS = {"int32": torch.int32, "int64": torch.int64}
+
+
+def check(ids: TensorSpec, table: TensorSpec) -> None:
+    require(ids.dtype in IDS.values(), f"ids must be int32 or int64, got {dtype_name(ids.dtype)}")
+    dense = TensorSpec.contiguous(ids.shape, ids.dtype, ids.device).strides
+    lies = all(a == b or size <= 1 for a, b, size in zip(ids.strides, dense, ids.shape))
+    require(lies, f"ids must be contiguous, got strides {list(ids.strides)}; call .contiguous() on it")
+    require(len(table.shape) == 2, f"table must be [V, N], got {list(table.shape)}")
+    rows.check_rows("table", table, EXACT)
+
+
+def outputs(ids: TensorSpec, table: TensorSpec) -> tuple[TensorSpec, ...]:
+    return (TensorSpec.contiguous((*ids.shape, table.shape[1]), table.dtype, table.device),)
+
+
+def cost(ids: TensorSpec, table: TensorSpec) -> Cost:
+    (out,) = outputs(ids, table)
+    return Cost(0, ids.nbytes + out.nbytes, out.nbytes)
+
+
+def bucket(ids: TensorSpec, table: TensorSpec) -> Bucket:
+    (out,) = outputs(ids, table)
+    return Bucket(exact=f"n={table.shape[1]},{dtype_name(table.dtype)}", scaled={"m": rows.rows(out).m})
+
+
+def inputs(
+    m: int, n: int, v: int = 128256, dtype: str = "bf16", ids: str = "int64", layout: str = "contiguous",
+    special: str = "none", batch: int = 0, outside: bool = False, device: str = "cuda", seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """m ids of v rows; `layout` and `special` are the table's; `outside` puts two ids beside it."""
+    g = draw.generator(seed, device)
+    drawn = torch.randint(v, (max(batch, 1) * m,), generator=g, device=g.device, dtype=IDS[ids])
+    if outside:
+        drawn[0], drawn[-1] = -1, v
+    chosen = drawn.view(batch, m) if batch else drawn
+    return {"ids": chosen, "table": draw.matrix(v, n, dtype, g, layout, special)}
+
+
+def _liger(ids: Tensor, table: Tensor) -> Tensor:
+    return load("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction.apply(table, ids)
+
+
+@op(
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=EXACT,
+    kernels=("numba", "triton"),
+    baselines=baselines(torch=F.embedding, compile=Compiled(F.embedding), liger=_liger),
+    model_sizes=lambda model: [{"n": model.hidden_size, "v": model.vocab_size}],
+    cases={
+        "test": [
+            case(m=5, n=1000, v=50, dtype="fp32"),
+            case(m=5, n=1000, v=50, dtype="bf16"),
+            case(m=5, n=64, v=50, dtype="fp16", ids="int32"),
+            case(m=1, n=1, v=1, dtype="fp32"),
+            case(m=0, n=128, v=50, dtype="fp32"),
+            case(m=4, n=0, v=50, dtype="bf16"),
+            case(m=4, n=96, v=50, dtype="fp16", batch=3),
+            case(m=9, n=256, v=20, dtype="fp16", layout="padded"),
+            case(m=9, n=67, v=20, dtype="bf16", layout="misaligned"),
+            case(m=9, n=72, v=3, dtype="fp16", layout="far"),
+            case(m=9, n=72, v=3, dtype="fp32", special="nan"),
+            case(m=9, n=72, v=3, dtype="fp32", outside=True),
+            case(m=9, n=72, v=3, dtype="bf16", ids="int32", outside=True),
+        ],
+        "bench": [case(m=m, n=4096, dtype="bf16") for m in (16, 8192)],
+        "bench_cpu": [case(m=2048, n=4096, v=32000, dtype="fp32"), case(m=2048, n=4096, v=32000, dtype="bf16")],
+    },
+)  # fmt: skip
+def embedding(ids: Tensor, table: Tensor) -> Tensor:
+    """y[...] = table[ids[...]]; ids [...], table [V, N], y [..., N]; an id outside of the table gives a row of NaN."""
+    inside = (ids >= 0) & (ids < table.shape[0])
+    found = table[torch.where(inside, ids, 0).long()]
+    return torch.where(inside.unsqueeze(-1), found, float("nan"))

@@ -1,0 +1,30 @@
+from typing import Any
+
+from torch import Tensor
+
+from tilery.op import op
+from tilery.ops import gated
+from tilery.peers import Compiled, baselines
+
+
+def inputs(
+    m: int, n: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
+    approximate: str = "tanh", device: str = "cuda", seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    drawn = gated.inputs_backward(m, n, dtype, layout, special, batch, device, seed)
+    return {**drawn, "approximate": approximate}
+
+
+@op(
+    check=gated.check_backward, outputs=gated.outputs_backward, cost=gated.cost_backward,
+    bucket=gated.bucket_backward, inputs=inputs, allowed=gated.ALLOWED, kernels=("numba", "triton"),
+    baselines=baselines(torch=gated.torch_backward, compile=Compiled(gated.torch_backward)),
+    model_sizes=lambda model: [{"n": model.mlp_size}],
+    cases={
+        "test": [*gated.backward_cases(), *gated.exact_cases()],
+        **gated.backward_bench_cases(),
+    },
+)  # fmt: skip
+def gelu_mul_backward(dy: Tensor, gate: Tensor, up: Tensor, approximate: str = "tanh") -> tuple[Tensor, Tensor]:
+    """Gradients of gelu_mul: dgate = dy · up · gelu'(gate), dup = dy · gelu(gate); all [..., N]."""
+    return gated.reference_backward(dy, gate, up, approximate)

@@ -1,0 +1,54 @@
+"""Rows in parallel over the cores; each row is read three times, the last two from the L1 cache."""
+
+import numpy as np
+from numba import prange
+
+from tilery.backends import numba_glue
+from tilery.backends.numba_glue import at, load, store
+from tilery.ops import numba_rows
+from tilery.ops.layer_norm import outputs
+from tilery.ops.numba_norms import mean, rstd
+from tilery.ops.numba_rows import Config
+from tilery.ops.rows import rows
+from tilery.spec import Artifact, TensorSpec
+
+archs = numba_rows.archs
+
+
+def refusal(x: TensorSpec, weight: TensorSpec, bias: TensorSpec, config: Config | None = None) -> str | None:
+    return numba_rows.refusal(x)
+
+
+def default(x: TensorSpec, weight: TensorSpec, bias: TensorSpec) -> Config:
+    return numba_rows.default(x, least=2**16)
+
+
+def configs(x: TensorSpec, weight: TensorSpec, bias: TensorSpec) -> list[Config]:
+    return numba_rows.configs()
+
+
+@numba_glue.kernel
+def _layer_norm(threads, x, weight, bias, y, stride, m, n, eps, dtype):
+    for i in prange(threads):
+        part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
+        for row in range(part * m // threads, (part + 1) * m // threads):
+            x_row, y_row = at(x, row * stride, dtype), at(y, row * n, dtype)
+            centre = mean(x_row, n, dtype)
+            scale = rstd(x_row, centre, n, eps, dtype)
+            for j in range(n):
+                normal = (load(x_row, j, dtype) - centre) * scale
+                store(y_row, j, normal * load(weight, j, dtype) + load(bias, j, dtype), dtype)
+
+
+def _arguments(outs, x, weight, bias, eps=1e-5):
+    """The launch arguments, of tensors for `run` and of specs for `compile`."""
+    m, n, stride = rows(x)
+    return (x, weight, bias, outs[0]), stride, m, n, float(eps)
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    return numba_glue.compile(_layer_norm, *_arguments(outputs(*specs), *specs))
+
+
+def run(outs, args, config: Config) -> None:
+    numba_glue.launch(_layer_norm, config.parallel, *_arguments(outs, *args))

@@ -1,0 +1,14 @@
+"""One program per row, which sits in its registers if it can; few long rows are shared out among programs."""
+
+from tilery.ops import triton_softmax
+from tilery.ops.log_softmax import outputs
+from tilery.ops.triton_softmax import Config, archs, configs, default, refusal, workspace  # noqa: F401
+from tilery.spec import Artifact
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    return triton_softmax.compile(outputs(*specs), *specs, config, arch, log=True)
+
+
+def run(outs, args, config: Config, *sums) -> None:
+    triton_softmax.run(outs, *args, config, True, *sums)

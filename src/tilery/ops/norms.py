@@ -1,0 +1,106 @@
+"""What ops that normalise rows share: checks, inputs, cases, and what their peers would be given."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilery import inputs as draw
+from tilery.errors import require
+from tilery.ops import rows
+from tilery.spec import Case, TensorSpec, case, dtype_name
+
+# Rounding the result to bf16 alone costs 1.7e-3, to fp16 2.1e-4.
+ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+ONE_DISTANCE = dict.fromkeys(("cutile", "cuda", "tilelang", "cupy", "numba_cuda"), "lie at two distances")
+
+
+def check_vector(name: str, vector: TensorSpec, x: TensorSpec) -> None:
+    """One value for each column of x, such as a weight."""
+    n = x.shape[-1]
+    require(vector.shape == (n,), f"{name} must be [{n}] as x's rows are, got {list(vector.shape)}")
+    require(vector.stride(0) == 1 or n <= 1, f"{name} must be contiguous, got stride {vector.stride(0)}")
+    require(vector.dtype == x.dtype, f"{name} must be {dtype_name(x.dtype)} as x is, got {dtype_name(vector.dtype)}")
+
+
+def contiguous(x: TensorSpec) -> TensorSpec:
+    return TensorSpec.contiguous(x.shape, x.dtype, x.device)
+
+
+def draw_rows(m: int, n: int, dtype: str, g: Any, layout: str, special: str, batch: int, heads: int = 0) -> Tensor:
+    """As rows.draw; with heads, [m, heads, n] as q lies in packed qkv: two more heads follow."""
+    if not heads:
+        return rows.draw(m, n, dtype, g, layout, special, batch)
+    return draw.matrix(m, (heads + 2) * n, dtype, g, layout, special).unflatten(1, (heads + 2, n))[:, :heads]
+
+
+def shifted(weight: Tensor, offset: float) -> Tensor:
+    """For peers that know no offset."""
+    return weight + offset if offset else weight
+
+
+def rms_cases(heads: bool = False, refused_by: dict[str, str] | None = None) -> list[Case]:
+    """What an RMS norm must bear; `refused_by` holds for the longest row."""
+    views = [
+        case(m=3, n=64, dtype="fp32", heads=4, refused_by=ONE_DISTANCE),
+        case(m=520, n=16, dtype="fp16", heads=2, refused_by=ONE_DISTANCE),  # several rows in a program
+    ]
+    return [*rows.cases(refused_by), case(m=3, n=96, dtype="fp32", offset=1.0), *(views if heads else [])]
+
+
+def backward_cases() -> list[Case]:
+    """No row of rows.cases is as long as those that gradients of weights need two ways for."""
+    return [
+        case(m=3, n=4096, dtype="fp32"),
+        case(m=3, n=4096, dtype="bf16"),
+        case(m=5, n=1000, dtype="fp16"),
+        case(m=1, n=127, dtype="bf16"),  # one row, masked tail
+        case(m=0, n=128, dtype="fp32"),  # the weight's gradient is 0
+        case(m=4, n=0, dtype="bf16"),
+        case(m=2, n=96, dtype="fp32", batch=3),
+        case(m=1100, n=24, dtype="fp32"),  # more rows than programs
+        case(m=5, n=256, dtype="fp16", layout="padded"),
+        case(m=5, n=257, dtype="bf16", layout="misaligned"),
+        case(m=3, n=72, dtype="fp16", layout="far"),  # more than 2**31 elements from first to last
+        case(m=3, n=200, dtype="fp32", special="nan"),
+        case(m=3, n=200, dtype="fp16", special="inf"),
+        case(m=3, n=20001, dtype="fp32"),  # longer than the registers hold
+    ]
+
+
+PER = ("token", "group")
+
+
+def fp8_cases() -> list[Case]:
+    """Every way to quantise, tails of groups, and what rows must bear.
+
+    In bf16 some values lie on the border between two of fp8, and a few of them fall on the other side: there are so
+    many elements that this stays below what is allowed.
+    """
+    return [
+        case(m=3, n=512, dtype="fp32", per="token"),
+        case(m=16, n=512, dtype="bf16", per="group"),
+        case(m=5, n=1000, dtype="fp16", per="group", scales="column", pow2=True),
+        case(m=5, n=1000, dtype="fp32", per="token", pow2=True, offset=1.0),
+        case(m=16, n=512, dtype="bf16", per="token", format="e5m2"),
+        case(m=520, n=257, dtype="fp32", per="group", format="e5m2"),  # a group of one value; several rows in a program
+        case(m=1, n=1, dtype="fp32", per="group"),
+        case(m=0, n=128, dtype="fp32", per="token"),
+        case(m=4, n=0, dtype="fp32", per="token"),  # rows of nothing have a scale
+        case(m=2, n=192, dtype="fp16", per="group", batch=3),
+        case(m=5, n=256, dtype="fp16", per="token", layout="padded"),
+        case(m=33, n=257, dtype="bf16", per="group", layout="misaligned"),
+        case(m=3, n=72, dtype="fp16", per="token", layout="far"),
+        case(m=3, n=200, dtype="fp32", per="group", special="nan", pow2=True),
+        case(m=3, n=200, dtype="fp32", per="token", special="inf"),
+        case(m=2, n=33000, dtype="fp32", per="token"),  # longer than the registers hold
+        case(m=2, n=33000, dtype="fp32", per="group"),
+    ]
+
+
+def fp8_bench_cases() -> dict[str, list[Case]]:
+    sizes = ((16, 4096), (8192, 4096), (4096, 16384))
+    return {
+        "bench": [case(m=m, n=n, dtype="bf16", per=per) for per in PER for m, n in sizes],
+        "bench_cpu": [case(m=2048, n=4096, dtype="fp32", per=per) for per in PER],
+    }

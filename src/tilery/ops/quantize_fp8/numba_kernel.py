@@ -1,0 +1,92 @@
+"""Rows or rows of blocks in parallel over the cores; a tensor twice, once for its greatest."""
+
+import numpy as np
+from numba import prange
+
+from tilery.backends import numba_glue
+from tilery.backends.numba_glue import FP32, STORAGE, at, f32, load, store
+from tilery.ops import fp8, numba_quantise, numba_rows
+from tilery.ops.numba_fp8 import magnitude, scale
+from tilery.ops.numba_rows import Config, archs
+from tilery.ops.quantize_fp8 import outputs
+from tilery.ops.rows import rows
+from tilery.spec import Artifact, TensorSpec
+
+__all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
+
+
+def refusal(x: TensorSpec, per: str, layout: str, pow2: bool, format: str, config: Config | None = None) -> str | None:
+    return numba_rows.refusal(x)
+
+
+def default(x: TensorSpec, per: str, layout: str, pow2: bool, format: str) -> Config:
+    return numba_rows.default(x, least=2**16)
+
+
+def configs(x: TensorSpec, per: str, layout: str, pow2: bool, format: str) -> list[Config]:
+    return numba_rows.configs()
+
+
+@numba_glue.jit
+def _greatest(x, x_stride, first, last, start, count, dtype):
+    """Of rows `first` to `last`, columns from `start` on."""
+    top = magnitude(f32(0))
+    for i in range(first, last):
+        row = at(x, i * x_stride + start, dtype)
+        for j in range(count):
+            top = max(top, magnitude(load(row, j, dtype)))
+    return top
+
+
+@numba_glue.jit
+def _write(x, values, x_stride, k, first, last, start, count, made, storage, dtype):
+    inverse = f32(1) / made
+    for i in range(first, last):
+        x_row, v_row = at(x, i * x_stride + start, dtype), at(values, i * k + start, storage)
+        for j in range(count):
+            store(v_row, j, load(x_row, j, dtype) * inverse, storage)
+
+
+@numba_glue.kernel
+def _blocks(threads, x, values, scales, x_stride, m, k, side, largest, pow2, storage, dtype):
+    across = (k + side - 1) // side
+    for b in prange((m + side - 1) // side):
+        first, last = np.int64(b) * side, min(np.int64(b) * side + side, m)
+        for c in range(across):
+            start, count = c * side, min(side, k - c * side)
+            made = scale(_greatest(x, x_stride, first, last, start, count, dtype), largest, pow2)
+            store(scales, np.int64(b) * across + c, made, FP32)
+            _write(x, values, x_stride, k, first, last, start, count, made, storage, dtype)
+
+
+@numba_glue.kernel
+def _tensor(threads, x, values, scales, x_stride, m, k, largest, pow2, storage, dtype):
+    tops = np.zeros(threads, np.int32)
+    for i in prange(threads):
+        p = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
+        tops[p] = _greatest(x, x_stride, p * m // threads, (p + 1) * m // threads, 0, k, dtype)
+    made = scale(tops.max(), largest, pow2)
+    store(scales, 0, made, FP32)
+    for i in prange(threads):
+        p = np.int64(i)
+        _write(x, values, x_stride, k, p * m // threads, (p + 1) * m // threads, 0, k, made, storage, dtype)
+
+
+def _call(outs, x, per, layout, pow2, format):
+    """Kernel and launch arguments; of tensors for `run` and of specs for `compile`."""
+    if per in ("token", "group"):
+        return numba_quantise.call(outs, x, None, False, per, pow2, format)
+    m, k, stride = rows(x)
+    how = fp8.LARGEST[format], pow2, STORAGE[outs[0].dtype]
+    if per == "block":
+        return _blocks, (x, *outs), stride, m, k, fp8.GROUP, *how
+    return _tensor, (x, *outs), stride, m, k, *how
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    return numba_glue.compile(*_call(outputs(*specs), *specs))
+
+
+def run(outs, args, config: Config) -> None:
+    kernel, *arguments = _call(outs, *args)
+    numba_glue.launch(kernel, config.parallel, *arguments)

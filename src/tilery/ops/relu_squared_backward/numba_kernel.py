@@ -1,0 +1,59 @@
+"""Rows in parallel over the cores, each in one pass."""
+
+import numpy as np
+from numba import prange
+
+from tilery.backends import numba_glue
+from tilery.backends.numba_glue import at, f32, load, store
+from tilery.ops import numba_rows
+from tilery.ops.numba_rows import Config, archs
+from tilery.ops.relu_squared_backward import outputs
+from tilery.ops.rows import rows
+from tilery.spec import Artifact, TensorSpec
+
+__all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
+
+
+def refusal(dy: TensorSpec, x: TensorSpec, config: Config | None = None) -> str | None:
+    return numba_rows.refusal(x)
+
+
+def default(dy: TensorSpec, x: TensorSpec) -> Config:
+    return numba_rows.default(x, least=2**16)
+
+
+def configs(dy: TensorSpec, x: TensorSpec) -> list[Config]:
+    return numba_rows.configs()
+
+
+@numba_glue.jit
+def _row(row, dy, x, dx, dy_stride, x_stride, n, dtype):
+    dy, x, dx = at(dy, row * dy_stride, dtype), at(x, row * x_stride, dtype), at(dx, row * n, dtype)
+    for j in range(n):
+        value = load(x, j, dtype)
+        positive = f32(0) if value < f32(0) else value  # written so that NaN stays
+        store(dx, j, f32(2) * load(dy, j, dtype) * positive, dtype)
+
+
+@numba_glue.kernel
+def _relu_squared_backward(threads, dy, x, dx, dy_stride, x_stride, m, n, dtype):
+    if threads > 1:
+        for i in prange(m):  # it counts unsigned, and unsigned times signed is a float
+            _row(np.int64(i), dy, x, dx, dy_stride, x_stride, n, dtype)
+    else:
+        for i in range(m):
+            _row(i, dy, x, dx, dy_stride, x_stride, n, dtype)
+
+
+def _arguments(outs, dy, x):
+    """The launch arguments, of tensors for `run` and of specs for `compile`."""
+    m, n, stride = rows(x)
+    return (dy, x, outs[0]), rows(dy).stride, stride, m, n
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    return numba_glue.compile(_relu_squared_backward, *_arguments(outputs(*specs), *specs))
+
+
+def run(outs, args, config: Config) -> None:
+    numba_glue.launch(_relu_squared_backward, config.parallel, *_arguments(outs, *args))

@@ -1,0 +1,45 @@
+"""A program takes a block of one row: nothing is shared between elements, so any cut will do."""
+
+import triton
+import triton.language as tl
+
+from tilery.backends import triton_glue
+from tilery.ops import triton_pieces
+from tilery.ops.relu_squared_backward import outputs
+from tilery.ops.rows import joined
+from tilery.ops.triton_pieces import Config, archs, piece
+from tilery.spec import Artifact, TensorSpec
+
+__all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
+
+
+def refusal(dy: TensorSpec, x: TensorSpec, config: Config | None = None) -> str | None:
+    return None
+
+
+def default(dy: TensorSpec, x: TensorSpec) -> Config:
+    return triton_pieces.default(joined(dy, x)[1])
+
+
+def configs(dy: TensorSpec, x: TensorSpec) -> list[Config]:
+    return triton_pieces.configs()
+
+
+@triton.jit
+def _relu_squared_backward(dy_ptr, x_ptr, dx_ptr, dy_stride, x_stride, n, BLOCK: tl.constexpr):
+    row, start, cols, mask = piece(n, BLOCK)
+    dy = tl.load(dy_ptr + row * dy_stride + start + cols, mask=mask).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + start + cols, mask=mask).to(tl.float32)
+    tl.store(dx_ptr + row * n + start + cols, 2 * dy * tl.where(x < 0, 0.0, x), mask=mask)  # NaN stays
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    _, n, *strides = joined(*specs)
+    arguments = *specs, *outputs(*specs), *strides, n
+    return triton_glue.compile(_relu_squared_backward, arguments, {"BLOCK": config.block}, config.options, arch)
+
+
+def run(outs, args, config: Config) -> None:
+    m, n, *strides = joined(*args)
+    grid = triton_pieces.grid(m, n, config)
+    _relu_squared_backward[grid](*args, *outs, *strides, n, BLOCK=config.block, **config.options)

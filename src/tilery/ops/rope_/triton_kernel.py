@@ -1,0 +1,27 @@
+"""rope's kernel, writing where it reads: every value is read and written by one program."""
+
+from tilery.ops import triton_rope
+from tilery.ops.triton_rope import Config, launch
+from tilery.spec import Artifact, TensorSpec
+
+archs = triton_rope.archs
+
+
+def refusal(q: TensorSpec, k: TensorSpec, *how, config: Config | None = None) -> str | None:
+    return triton_rope.refusal(q, config)
+
+
+def default(q: TensorSpec, k: TensorSpec, cos, sin, positions, layout: str, interleaved: bool) -> Config:
+    return triton_rope.default(q, k, layout)
+
+
+def configs(q: TensorSpec, k: TensorSpec, cos, sin, positions, layout: str, interleaved: bool) -> list[Config]:
+    return triton_rope.configs(q, k, layout)
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    return launch(config, None, specs).compile(arch)
+
+
+def run(outs, args, config: Config) -> None:
+    launch(config, None, args).run()

@@ -1,0 +1,124 @@
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilery import inputs as random
+from tilery.op import op
+from tilery.ops import heads, kv_cache, rope_peers
+from tilery.ops.rows import check_like
+from tilery.peers import Compiled, baselines
+from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
+
+# Checked against values that are not rounded to fp8: that alone costs 2.6e-2 in e4m3 and 5.2e-2 in e5m2.
+ALLOWED = {**heads.ALLOWED, torch.float8_e4m3fn: 4e-2, torch.float8_e5m2: 8e-2}
+
+
+def check(
+    q: TensorSpec, k: TensorSpec, v: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, cos: TensorSpec,
+    sin: TensorSpec, positions: TensorSpec, slots: TensorSpec, k_scale: TensorSpec | None, v_scale: TensorSpec | None,
+    interleaved: bool,
+) -> None:  # fmt: skip
+    heads.check(q, k, cos, sin, positions, "thd")
+    heads.check_heads("v", v, "thd")
+    check_like("v", v, "k", k)
+    heads.check_integers("slots", slots, (q.shape[0],))
+    kv_cache.check(k_cache, v_cache, k_scale, v_scale, k.shape[1], k.shape[2], q.dtype)
+
+
+def cost(q: TensorSpec, k: TensorSpec, v: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, *rest: Any) -> Cost:
+    cos, _, positions, slots, *_ = rest
+    half, values = cos.shape[1], k.nbytes // k.dtype.itemsize
+    turned = q.nbytes * 2 * half // max(q.shape[2], 1)
+    table = 2 * min(cos.shape[0], q.shape[0]) * half * cos.dtype.itemsize
+    reads = turned + k.nbytes + v.nbytes + table + positions.nbytes + slots.nbytes
+    return Cost(6 * q.shape[0] * (q.shape[1] + k.shape[1]) * half, reads, turned + 2 * values * k_cache.dtype.itemsize)
+
+
+def bucket(q: TensorSpec, k: TensorSpec, v: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, *rest: Any) -> Bucket:
+    exact, scaled = heads.bucket(q, k, rest[0], "thd", rest[-1])
+    return Bucket(f"{exact},block={k_cache.shape[1]},cache={dtype_name(k_cache.dtype)}", scaled)
+
+
+_draw = heads.draw  # a case's `heads` hides the module
+
+
+def inputs(
+    m: int, heads: int = 3, kv_heads: int = 2, n: int = 16, dtype: str = "bf16", rotary: int = 0,
+    places: str = "int32", interleaved: bool = False, block_size: int = 16, format: str = "none", per: str = "tensor",
+    skip: bool = True, layout: str = "contiguous", special: str = "none", device: str = "cuda", seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """`format` none: the cache is of `dtype`; `per` tensor or head: its scales."""
+    drawn = _draw(
+        m, heads, kv_heads, n, dtype, rotary=rotary, order="thd", places=places, interleaved=interleaved,
+        layout=layout, special=special, device=device, seed=seed,
+    )  # fmt: skip
+    del drawn["layout"]
+    g = random.generator(seed + 1, device)
+    kind = random.dtype_of(dtype if format == "none" else format)
+    shape = (m // block_size + 2, block_size, kv_heads, n)
+    k_cache, v_cache = kv_cache.draw(shape, kind, layout != "contiguous", g)
+    slots = kv_cache.draw_slots(m, k_cache, skip, drawn["positions"].dtype, g)
+    scales: list[Tensor | None] = [None, None]
+    if format != "none":
+        count = 1 if per == "tensor" else kv_heads
+        scales = [torch.rand(count, generator=g, device=g.device) * 0.1 + 0.02 for _ in range(2)]
+    return {**drawn, "k_cache": k_cache, "v_cache": v_cache, "slots": slots, "k_scale": scales[0], "v_scale": scales[1]}
+
+
+def _torch(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
+    slots: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, interleaved: bool,
+) -> None:  # fmt: skip
+    """Knows no skipped tokens: to leave them out, torch would have to wait for the slots."""
+    how = cos, sin, positions, "thd", interleaved
+    q.copy_(rope_peers.turned(q, *how))
+    where = slots // k_cache.shape[1], slots % k_cache.shape[1]
+    k_cache[where] = kv_cache.stored(rope_peers.turned(k, *how), k_scale, k_cache.dtype)
+    v_cache[where] = kv_cache.stored(v, v_scale, v_cache.dtype)
+
+
+_LLAMA: dict[str, Any] = {"heads": 32, "kv_heads": 8, "n": 128, "dtype": "bf16", "skip": False}
+
+
+@op(
+    check=check, outputs=lambda *specs: (), cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
+    mutates=("q", "k_cache", "v_cache"), kernels=("numba", "triton"), model_sizes=heads.model_sizes,
+    baselines=baselines(torch=_torch, compile=Compiled(_torch)),
+    cases={
+        "test": [
+            case(m=4, heads=2, kv_heads=1, n=6, dtype="fp32"),
+            case(m=7, heads=3, kv_heads=2, n=64, dtype="bf16"),
+            case(m=7, heads=3, kv_heads=2, n=64, dtype="fp16", interleaved=True, block_size=32),
+            case(m=20, heads=9, kv_heads=3, n=48, dtype="fp32", places="int64"),  # slots in several blocks
+            case(m=3, heads=4, kv_heads=4, n=80, dtype="fp16", rotary=24, block_size=256),  # partial
+            case(m=7, heads=4, kv_heads=2, n=64, dtype="fp16", format="e4m3"),
+            case(m=7, heads=4, kv_heads=2, n=64, dtype="fp32", format="e5m2", per="head", interleaved=True),
+            case(m=5, heads=8, kv_heads=2, n=128, dtype="bf16", format="e4m3", per="head"),
+            case(m=4, heads=4, kv_heads=2, n=80, dtype="fp16", rotary=24, format="e4m3", layout="padded"),
+            case(m=1, heads=1, kv_heads=1, n=2, dtype="fp32"),
+            case(m=0, heads=4, kv_heads=2, n=64, dtype="fp32"),
+            case(m=4, heads=4, kv_heads=2, n=64, dtype="fp16", layout="padded"),
+            case(m=4, heads=3, kv_heads=2, n=64, dtype="bf16", layout="misaligned"),
+            case(m=3, heads=2, kv_heads=1, n=64, dtype="fp16", layout="far"),
+            case(m=6, heads=2, kv_heads=1, n=32, dtype="fp32", places="outside"),
+            case(m=3, heads=2, kv_heads=1, n=32, dtype="fp32", special="nan"),
+            case(m=3, heads=2, kv_heads=1, n=32, dtype="fp16", special="inf"),
+        ],
+        "bench": [case(m=m, **_LLAMA) for m in (16, 8192)] + [case(m=m, format="e4m3", **_LLAMA) for m in (16, 8192)],
+        "bench_cpu": [case(m=2048, **_LLAMA | {"heads": 16, "dtype": dtype}) for dtype in ("fp32", "bf16")],
+    },
+)  # fmt: skip
+def rope_cache_write_(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
+    slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None, interleaved: bool = False,
+) -> None:  # fmt: skip
+    """q = rope(q) in place; k_cache[slot] = rope(k) / k_scale and v_cache[slot] = v / v_scale for every token's slot.
+
+    q [T, H, D], k and v [T, kv_heads, D], caches [blocks, block_size, kv_heads, D]; cos, sin and positions are rope's.
+    docs/kv_cache.md says what slots and scales are; a token with slot -1 is turned and not cached. k itself is kept.
+    """
+    how = cos, sin, positions, "thd", interleaved
+    q.copy_(heads.turned(q, *how))
+    kv_cache.write(k_cache, heads.turned(k, *how), slots, k_scale)
+    kv_cache.write(v_cache, v, slots, v_scale)

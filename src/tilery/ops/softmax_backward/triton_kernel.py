@@ -1,0 +1,14 @@
+"""One program per row: both rows sit in its registers if they can, so each is read once."""
+
+from tilery.ops import triton_softmax_backward
+from tilery.ops.softmax_backward import outputs
+from tilery.ops.triton_softmax_backward import Config, archs, configs, default, refusal  # noqa: F401
+from tilery.spec import Artifact
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    return triton_softmax_backward.compile(outputs(*specs), *specs, config, arch, log=False)
+
+
+def run(outs, args, config: Config) -> None:
+    triton_softmax_backward.run(outs, *args, config, log=False)

@@ -1,0 +1,99 @@
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilery import inputs as draw
+from tilery.errors import require
+from tilery.op import op
+from tilery.ops import rows
+from tilery.peers import Compiled, baselines
+from tilery.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
+
+ALLOWED = {torch.float32: 1e-6, torch.int32: 0.0}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MOST = 1024  # experts
+
+
+def check(logits: TensorSpec, k: int, renormalize: bool) -> None:
+    rows.check_rows("logits", logits, DTYPES)
+    n = logits.shape[-1]
+    require(1 <= n <= MOST, f"logits must be [..., N] with N from 1 to {MOST}, got {list(logits.shape)}")
+    require(1 <= k <= n, f"k must be 1 to {n}, the number of experts, got {k}")
+
+
+def outputs(logits: TensorSpec, k: int, renormalize: bool) -> tuple[TensorSpec, ...]:
+    shape = (*logits.shape[:-1], k)
+    return tuple(TensorSpec.contiguous(shape, dtype, logits.device) for dtype in (torch.float32, torch.int32))
+
+
+def cost(logits: TensorSpec, k: int, renormalize: bool) -> Cost:
+    m, n, _ = rows.rows(logits)
+    return Cost(5 * m * n, logits.nbytes, 8 * m * k)
+
+
+def bucket(logits: TensorSpec, k: int, renormalize: bool) -> Bucket:
+    m, n, _ = rows.rows(logits)
+    return Bucket(exact=f"n={n},k={k},{dtype_name(logits.dtype)}", scaled={"m": m})
+
+
+def inputs(
+    m: int, n: int, k: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
+    renormalize: bool = True, ties: bool = False, device: str = "cuda", seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    logits = rows.draw(m, n, dtype, draw.generator(seed, device), layout, special, batch)
+    return {"logits": logits.mul(2).round() if ties else logits, "k": k, "renormalize": renormalize}
+
+
+def _torch(logits: Tensor, k: int, renormalize: bool) -> Any:
+    weights, indices = torch.softmax(logits, -1, dtype=torch.float32).topk(k)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, indices.to(torch.int32)
+
+
+def _cases() -> list[Case]:
+    return [
+        case(m=9, n=64, k=6, dtype="fp32"),
+        case(m=9, n=64, k=6, dtype="fp16"),
+        case(m=9, n=64, k=6, dtype="bf16"),
+        case(m=5, n=256, k=8, dtype="bf16", renormalize=False),
+        case(m=5, n=256, k=8, dtype="fp32", renormalize=False),
+        case(m=3, n=1024, k=10, dtype="fp32"),
+        case(m=5, n=60, k=4, dtype="fp16", renormalize=False),  # masked tail
+        case(m=4, n=5, k=5, dtype="fp32"),  # all of them
+        case(m=1, n=1, k=1, dtype="fp32"),
+        case(m=0, n=8, k=2, dtype="fp32"),  # nothing to launch
+        case(m=7, n=128, k=8, dtype="fp32", ties=True),  # the lowest index first
+        case(m=7, n=128, k=8, dtype="bf16", ties=True),
+        case(m=2, n=96, k=3, dtype="fp32", batch=3),  # [batch, m, n]
+        case(m=5, n=32, k=2, dtype="fp16", layout="padded"),
+        case(m=5, n=33, k=2, dtype="fp32", layout="misaligned"),
+        case(m=3, n=32, k=4, dtype="fp16", layout="far"),  # more than 2**31 elements from first to last
+        case(m=3, n=20, k=3, dtype="fp32", special="nan"),
+        case(m=3, n=4, k=4, dtype="fp16", special="-inf"),  # an expert that is switched off
+    ]
+
+
+@op(
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
+    kernels=("numba", "triton"),
+    baselines=baselines(torch=_torch, compile=Compiled(_torch)),
+    cases={
+        "test": _cases(),
+        # fp32, as routers compute them: torch promises no order of equals, and bf16 has many.
+        "bench": [case(m=m, n=n, k=8, dtype="fp32") for m, n in ((16, 128), (8192, 128), (8192, 256))],
+        "bench_cpu": [case(m=4096, n=128, k=8, dtype="fp32")],
+    },
+)  # fmt: skip
+def topk_softmax(logits: Tensor, k: int, renormalize: bool = True) -> tuple[Tensor, Tensor]:
+    """The k largest of softmax(logits) and their indices, as a router of experts picks them: largest first.
+
+    Of equals the lowest index comes first; NaN counts as the largest. renormalize divides the k by their sum.
+    logits [..., N] with N up to 1024; weights [..., k] fp32, indices [..., k] int32.
+    """
+    indices = logits.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    weights = torch.softmax(logits, -1).gather(-1, indices)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, indices.to(torch.int32)

@@ -1,0 +1,204 @@
+"""Triton kernels that normalise rows: a program holds a few short rows or one long one in registers, and reads x once.
+
+A row too long for that is read block by block, once more for each thing that must be known of it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tilery.device import ARCHS
+from tilery.ops import fp8
+from tilery.ops.rows import rows
+from tilery.ops.triton_fp8 import magnitude, quantise, scale
+from tilery.spec import TensorSpec
+
+archs = ARCHS
+
+_GROUP = tl.constexpr(fp8.GROUP)
+_WARPS = (1, 2, 4, 8, 16)
+_HELD = 32768  # values in the registers of 16 warps: 64 of 255 a lane, the rest are weights and addresses
+_VALUES_PER_LANE = 128
+_LONG_BLOCK = 8192
+
+
+@dataclass(frozen=True)
+class Config:
+    """A program takes `rows` rows, `block` columns at a time."""
+
+    rows: int
+    block: int
+    num_warps: int
+
+
+def least_block(per: str) -> int:
+    """The smallest block for an op that quantises: whole groups."""
+    return fp8.GROUP if per == "group" else 1
+
+
+def refusal(config: Config | None, least: int = 1) -> str | None:
+    if config is None:
+        return None
+    if config.block < least:
+        return f"block must be {least} or more, got {config.block}"
+    for name, size in (("rows", config.rows), ("block", config.block)):
+        if size < 1 or size & (size - 1):
+            return f"{name} must be a power of two, got {size}"
+    if config.num_warps not in _WARPS:
+        return f"num_warps must be one of {', '.join(map(str, _WARPS))}, got {config.num_warps}"
+    values, most = config.rows * config.block, 32 * config.num_warps * _VALUES_PER_LANE
+    return f"tile of {values} values does not fit the registers of {config.num_warps} warps" if values > most else None
+
+
+def default(x: TensorSpec, least: int = 1, held: int = _HELD) -> Config:
+    """Sixteen values a lane, eight where each is an access of its own, with an address and a mask.
+
+    Several short rows are one program's as long as that leaves many programs.
+
+    `least` is the smallest block that will do, `held` the longest row that registers hold.
+    """
+    m, n, _ = rows(x)
+    block, count = max(triton.next_power_of_2(max(n, 1)), least), 1
+    if block > held:
+        return Config(1, _LONG_BLOCK, _WARPS[-1])
+    while 2 * count * block <= 2048 and m >= 512 * count:
+        count *= 2
+    return Config(count, block, _warps(count * block, n))
+
+
+def _warps(values: int, n: int) -> int:
+    return min(max(values // (512 if n % 16 == 0 else 256), 1), _WARPS[-1])
+
+
+def configs(x: TensorSpec, least: int = 1, held: int = _HELD) -> list[Config]:
+    base, n = default(x, least, held), x.shape[-1]
+    warps = [Config(base.rows, base.block, w) for w in (base.num_warps // 2, base.num_warps * 2)]
+    counts = [Config(c, base.block, _warps(c * base.block, n)) for c in (1, base.rows * 4)]
+    cuts = [Config(1, b, _warps(b, n)) for b in (4096, 16384) if least <= b < n]
+    found = dict.fromkeys((base, *warps, *counts, *cuts))
+    return [c for c in found if refusal(c) is None and c.rows * c.block <= held]
+
+
+def options(config: Config, n: int) -> dict[str, Any]:
+    return {"ROWS": config.rows, "BLOCK": config.block, "LONG": n > config.block}
+
+
+def grid(m: int, config: Config) -> tuple[int]:
+    return (triton.cdiv(m, config.rows),)
+
+
+@triton.jit
+def own_rows(m, ROWS: tl.constexpr):
+    """[ROWS, 1]: this program's rows, and which of them exist."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # int64: row * stride overflows int32
+    return row, row < m
+
+
+@triton.jit
+def _read(x_ptr, r_ptr, sum_ptr, cols, mask):
+    """x in fp32, or the rounded sum of x and a residual, which is written too."""
+    x = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    if r_ptr is not None:
+        total = (x + tl.load(r_ptr + cols, mask=mask, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + cols, total, mask=mask)
+        x = total.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _weighted(x, w_ptr, b_ptr, cols, n, offset):
+    w = tl.load(w_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)
+    y = x * (w + offset)
+    if b_ptr is not None:
+        y += tl.load(b_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _greatest(y, mask):
+    """[ROWS, 1]: of the magnitudes in each row."""
+    return tl.max(tl.where(mask, magnitude(y), 0), axis=1, keep_dims=True)
+
+
+@triton.jit
+def _write_groups(
+    y, y_ptr, s_ptr, s_col, first, n, inside, mask,
+    FORMAT: tl.constexpr, POW2: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Quantises groups of 128; `s_ptr` [ROWS, 1] points to each row's first scale, `first` is the block's column."""
+    ROWS: tl.constexpr = y.shape[0]
+    GROUPS: tl.constexpr = y.shape[1] // _GROUP
+    y = tl.reshape(tl.where(mask, y, 0.0), (ROWS, GROUPS, _GROUP))
+    made = scale(tl.max(magnitude(y), axis=2), FORMAT, POW2)
+    group = first // _GROUP + tl.arange(0, GROUPS)[None, :]
+    tl.store(s_ptr + group * s_col, made, mask=inside & (group * _GROUP < n))
+    y = tl.reshape(y * (1.0 / made)[:, :, None], (ROWS, GROUPS * _GROUP))
+    tl.store(y_ptr, quantise(y, FORMAT, NATIVE), mask=mask)
+
+
+@triton.jit
+def normalise(
+    x_ptr, r_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, s_ptr, s_col, inside, n, eps, offset,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, CENTRED: tl.constexpr = False,
+    PER: tl.constexpr = None, FORMAT: tl.constexpr = None, POW2: tl.constexpr = False, NATIVE: tl.constexpr = False,
+):  # fmt: skip
+    """Pointers to x, residual, y, sum and scales are [ROWS, 1]: the starts of rows. What an op has not is None."""
+    cols = tl.arange(0, BLOCK)[None, :]
+    if not LONG:
+        mask = inside & (cols < n)
+        x = _read(x_ptr, r_ptr, sum_ptr, cols, mask)
+        if CENTRED:
+            x = tl.where(mask, x - tl.sum(x, axis=1, keep_dims=True) / n, 0.0)
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / n + eps)
+        y = _weighted(x * rstd, w_ptr, b_ptr, cols, n, offset)
+        if PER == "token":
+            made = scale(_greatest(y, mask), FORMAT, POW2)
+            tl.store(s_ptr, made, mask=inside)
+            tl.store(y_ptr + cols, quantise(y * (1.0 / made), FORMAT, NATIVE), mask=mask)
+        elif PER == "group":
+            _write_groups(y, y_ptr + cols, s_ptr, s_col, 0, n, inside, mask, FORMAT, POW2, NATIVE)
+        else:
+            tl.store(y_ptr + cols, y, mask=mask)
+    else:
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        if CENTRED or r_ptr is not None:  # the first reading also makes the sum
+            for first in range(0, n, BLOCK):
+                total += _read(x_ptr, r_ptr, sum_ptr, first + cols, inside & (first + cols < n))
+            if r_ptr is not None:
+                tl.debug_barrier()  # what other threads wrote is read below
+                x_ptr = sum_ptr
+        mean = tl.sum(total, axis=1, keep_dims=True) / n
+        squares = tl.zeros((ROWS, BLOCK), tl.float32)
+        for first in range(0, n, BLOCK):
+            x = _centred(x_ptr + first + cols, mean, inside & (first + cols < n), CENTRED)
+            squares += x * x
+        rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / n + eps)
+        if PER == "token":
+            amax = tl.zeros((ROWS, 1), tl.int32)
+            for first in range(0, n, BLOCK):
+                mask = inside & (first + cols < n)
+                x = _centred(x_ptr + first + cols, mean, mask, CENTRED)
+                y = _weighted(x * rstd, w_ptr, b_ptr, first + cols, n, offset)
+                amax = tl.maximum(amax, _greatest(y, mask))
+            made = scale(amax, FORMAT, POW2)
+            tl.store(s_ptr, made, mask=inside)
+        for first in range(0, n, BLOCK):
+            mask = inside & (first + cols < n)
+            x = _centred(x_ptr + first + cols, mean, mask, CENTRED)
+            y = _weighted(x * rstd, w_ptr, b_ptr, first + cols, n, offset)
+            if PER == "token":
+                tl.store(y_ptr + first + cols, quantise(y * (1.0 / made), FORMAT, NATIVE), mask=mask)
+            elif PER == "group":
+                _write_groups(y, y_ptr + first + cols, s_ptr, s_col, first, n, inside, mask, FORMAT, POW2, NATIVE)
+            else:
+                tl.store(y_ptr + first + cols, y, mask=mask)
+
+
+@triton.jit
+def _centred(x_ptr, mean, mask, CENTRED: tl.constexpr):
+    x = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+    if CENTRED:
+        x = tl.where(mask, x - mean, 0.0)
+    return x

@@ -1,0 +1,172 @@
+"""Triton kernels of softmax and its logarithm: a row in registers, in blocks, or in pieces that programs share."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tilery.backends import triton_glue
+from tilery.device import ARCHS
+from tilery.ops.rows import rows
+from tilery.spec import Artifact, TensorSpec
+
+archs = ARCHS
+
+_MOST_VALUES = 128  # a lane: of 255 registers; the rest hold addresses
+_WHOLE = 32768  # the longest row that waits in registers: 64 values a lane with 16 warps
+_BLOCK = 8192  # of a row too long for that
+_BUSY = 264  # programs that keep an H200 busy: two for each of its processors
+
+
+@dataclass(frozen=True)
+class Config:
+    block: int  # columns that a program holds at a time; a row that is longer is read twice
+    num_warps: int
+    splits: int = 1  # programs that share a row: one launch finds the sums of the pieces, a second one writes
+
+
+def refusal(x: TensorSpec, config: Config | None = None) -> str | None:
+    if config is None:
+        return None
+    if min(config.block, config.num_warps, config.splits) < 1 or any(
+        value & (value - 1) for value in (config.block, config.num_warps, config.splits)
+    ):
+        return f"block, num_warps and splits must be powers of two, got {config}"
+    most = 32 * config.num_warps * _MOST_VALUES
+    if config.block > most:
+        return f"block of {config.block} does not fit the registers of {config.num_warps} warps ({most} values)"
+    return None
+
+
+def default(x: TensorSpec) -> Config:
+    m, n, _ = rows(x)
+    block = triton.next_power_of_2(max(n, 1))
+    if block <= _WHOLE:
+        return Config(block, num_warps=min(max(block // 512, 1), 16))
+    splits = 1
+    while m * splits < _BUSY // 2 and 2 * splits * _BLOCK <= block:  # few long rows would leave processors idle
+        splits *= 2
+    return Config(_BLOCK, num_warps=8, splits=splits)
+
+
+def configs(x: TensorSpec) -> list[Config]:
+    m, n, _ = rows(x)
+    block = triton.next_power_of_2(max(n, 1))
+    found = [default(x)]
+    found += [Config(block, warps) for warps in (1, 2, 4, 8, 16) if block <= 2 * _WHOLE]
+    found += [Config(part, warps) for part in (512, 4096, 8192, 16384) for warps in (4, 8, 16) if part < block]
+    if m < _BUSY:
+        found += [Config(_BLOCK, 8, splits) for splits in (2, 4, 8, 16, 32) if splits * 1024 <= block]
+    return [c for c in dict.fromkeys(found) if refusal(x, c) is None]
+
+
+def workspace(x: TensorSpec, config: Config) -> tuple[TensorSpec, ...]:
+    """The maximum and the sum of every piece."""
+    if config.splits == 1:
+        return ()
+    return (TensorSpec.contiguous((2, rows(x).m, config.splits), torch.float32, x.device),)
+
+
+@triton.jit
+def row_sums(x_ptr, first, last, BLOCK: tl.constexpr):
+    """max(x), sum(exp(x - max(x))) and sum(x) of x[first:last], read once, in blocks."""
+    top = -float("inf")
+    exps = tl.zeros((BLOCK,), tl.float32)
+    plain = tl.zeros((BLOCK,), tl.float32)
+    for start in range(first, last, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < last
+        x = tl.load(x_ptr + cols, mask=mask, other=-float("inf")).to(tl.float32)
+        grown = tl.maximum(top, tl.max(x, axis=0))
+        base = tl.where(grown == -float("inf"), 0.0, grown)  # a block of -inf alone is worth 0, not NaN
+        exps = exps * tl.exp(top - base) + tl.exp(x - base)
+        plain += tl.where(mask, x, 0.0)
+        top = grown
+    return top, tl.sum(exps, axis=0), tl.sum(plain, axis=0)
+
+
+@triton.jit
+def _result(x, top, total, LOG: tl.constexpr):
+    if LOG:
+        return x - top - tl.log(total)
+    return tl.exp(x - top) * (1.0 / total)
+
+
+@triton.jit
+def _write(x_ptr, y_ptr, first, last, top, total, BLOCK: tl.constexpr, LOG: tl.constexpr):
+    blocks = tl.cdiv(last - first, BLOCK)
+    for i in range(blocks):
+        cols = first + (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)  # backwards: what was read last is still near
+        mask = cols < last
+        x = tl.load(x_ptr + cols, mask=mask).to(tl.float32)
+        tl.store(y_ptr + cols, _result(x, top, total, LOG), mask=mask)
+
+
+@triton.jit
+def _whole(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr, LOG: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)  # int64: row * stride overflows int32 past 2**31 elements
+    cols = tl.arange(0, BLOCK)
+    mask = cols < n
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=-float("inf")).to(tl.float32)
+    top = tl.max(x, axis=0)  # drops NaN; the sum carries it to the whole row
+    total = tl.sum(tl.exp(x - top), axis=0)
+    tl.store(y_ptr + row * n + cols, _result(x, top, total, LOG), mask=mask)
+
+
+@triton.jit
+def _blocks(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr, LOG: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    top, total, _ = row_sums(x_ptr, 0, n, BLOCK)
+    _write(x_ptr, y_ptr + row * n, 0, n, top, total, BLOCK, LOG)
+
+
+@triton.jit
+def _sum_pieces(x_ptr, sums_ptr, x_stride, m, n, piece, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    row, split = (tl.program_id(0) // SPLITS).to(tl.int64), tl.program_id(0) % SPLITS
+    first = split * piece
+    top, total, _ = row_sums(x_ptr + row * x_stride, first, min(first + piece, n), BLOCK)
+    tl.store(sums_ptr + tl.program_id(0), top)
+    tl.store(sums_ptr + m * SPLITS + tl.program_id(0), total)
+
+
+@triton.jit
+def _write_pieces(
+    x_ptr, sums_ptr, y_ptr, x_stride, m, n, piece, BLOCK: tl.constexpr, SPLITS: tl.constexpr, LOG: tl.constexpr
+):
+    row, split = (tl.program_id(0) // SPLITS).to(tl.int64), tl.program_id(0) % SPLITS
+    pieces = row * SPLITS + tl.arange(0, SPLITS)
+    tops = tl.load(sums_ptr + pieces)
+    top = tl.max(tops, axis=0)
+    base = tl.where(tops == -float("inf"), 0.0, tops - top)
+    total = tl.sum(tl.load(sums_ptr + m * SPLITS + pieces) * tl.exp(base), axis=0)
+    first = split * piece
+    _write(x_ptr + row * x_stride, y_ptr + row * n, first, min(first + piece, n), top, total, BLOCK, LOG)
+
+
+def _launches(outs: Any, x: Any, config: Config, log: bool, sums: Any) -> list[tuple[Any, int, Any, dict[str, Any]]]:
+    """Kernel, programs, arguments and constants of each launch, of tensors for `run` and of specs for `compile`."""
+    m, n, stride = rows(x)
+    constants = {"BLOCK": config.block, "LOG": log}
+    if config.splits == 1:
+        return [(_whole if n <= config.block else _blocks, m, (x, outs[0], stride, n), constants)]
+    piece = triton.cdiv(triton.cdiv(n, config.splits), 64) * 64  # whole sectors, so that pieces start aligned
+    split = {"BLOCK": config.block, "SPLITS": config.splits}
+    return [
+        (_sum_pieces, m * config.splits, (x, sums, stride, m, n, piece), split),
+        (_write_pieces, m * config.splits, (x, sums, outs[0], stride, m, n, piece), split | {"LOG": log}),
+    ]
+
+
+def compile(outs: Any, x: TensorSpec, config: Config, arch: str, log: bool) -> Artifact:
+    sums = workspace(x, config)[0] if config.splits > 1 else None
+    options = {"num_warps": config.num_warps}
+    made = [triton_glue.compile(k, a, c, options, arch) for k, _, a, c in _launches(outs, x, config, log, sums)]
+    return triton_glue.greediest(made)
+
+
+def run(outs: Any, x: Any, config: Config, log: bool, sums: Any = None) -> None:
+    for kernel, programs, arguments, constants in _launches(outs, x, config, log, sums):
+        kernel[(programs,)](*arguments, **constants, num_warps=config.num_warps)

@@ -1,0 +1,77 @@
+"""What the cases do not show: targets that are no class, rows that must not be read, and torch's own loss."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tilery.op import REGISTRY
+from tilery.spec import case
+from tilery.workbench.check import check
+from tilery.workbench.place import place
+
+KERNELS = pytest.mark.parametrize("kernel", ["numba", "triton"])
+
+
+def problem(kernel, name):
+    """Arguments but for the targets, of logits [5, 37] or x [5, 37] and weight [40, 37]."""
+    where = place(REGISTRY[name], kernel).device
+    x = torch.randn(5, 37, device=where)
+    return (x,) if name == "cross_entropy" else (x, torch.randn(40, 37, device=where) / 6)
+
+
+@KERNELS
+@pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
+def test_a_target_that_is_no_class_gives_nan(kernel, name):
+    given = problem(kernel, name)
+    targets = torch.tensor([0, 40, -1, -100, 36], device=given[0].device)
+    loss, lse = REGISTRY[name](*given, targets, backend=kernel)
+    assert loss.isnan().tolist() == [False, True, True, False, False]
+    assert loss[3] == lse[3] == 0
+
+
+@KERNELS
+@pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
+def test_losses_are_those_of_torch(kernel, name):
+    given = problem(kernel, name)
+    targets = torch.tensor([0, 3, -7, 17, 36], device=given[0].device)
+    loss, _ = REGISTRY[name](*given, targets, 0.2, -7, backend=kernel)
+    logits = given[0] if len(given) == 1 else F.linear(*given)
+    expected = F.cross_entropy(logits, targets, ignore_index=-7, reduction="none", label_smoothing=0.2)
+    assert torch.allclose(loss, expected, atol=1e-5)
+
+
+@KERNELS
+def test_rows_to_ignore_are_not_read(kernel):
+    (logits,) = problem(kernel, "cross_entropy")
+    logits[2] = float("nan")
+    targets = torch.tensor([0, 1, -100, 2, 3], device=logits.device)
+    loss, lse = REGISTRY["cross_entropy"](logits, targets, backend=kernel)
+    assert loss[2] == lse[2] == 0 and loss.isfinite().all()
+    ones = torch.ones_like(loss)
+    grad = REGISTRY["cross_entropy_backward"](ones, ones, logits, targets, lse, backend=kernel)
+    assert grad[2].eq(0).all() and grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
+def test_a_gradient_of_the_losses_alone(name):
+    """lse got none."""
+    given = tuple(t.requires_grad_() for t in problem("numba", name))
+    targets = torch.tensor([0, 3, -100, 17, 36])
+    REGISTRY[name](*given, targets)[0].mean().backward()
+    found = [t.grad for t in given]
+    for t in given:
+        t.grad = None
+    logits = given[0] if len(given) == 1 else F.linear(*given)
+    F.cross_entropy(logits, targets, reduction="none").mean().backward()
+    for ours, t in zip(found, given, strict=True):
+        assert torch.allclose(ours, t.grad, atol=1e-6)
+
+
+def test_pieces_of_the_vocabulary_add_up():
+    """Several pieces and splits: the default takes one of each for so few classes."""
+    tiles = (16, 16, 16, 4, 2)
+    for name, cut in (("fused_linear_cross_entropy", 4), ("fused_linear_cross_entropy_backward", 32)):
+        op = REGISTRY[name]
+        config = op.kernel("triton").Config(*tiles, cut)
+        wanted = case(m=20, n=100, k=24, dtype="fp32", label_smoothing=0.1, z_loss=1e-3)
+        assert check(op, "triton", wanted, place(op, "triton").device, config=config).refused is None

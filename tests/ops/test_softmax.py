@@ -1,0 +1,45 @@
+"""Ways of cutting a row that the small cases' defaults do not take."""
+
+import pytest
+import torch
+
+from tilery.op import REGISTRY
+from tilery.ops import triton_softmax
+from tilery.spec import TensorSpec, case
+from tilery.workbench.check import check
+from tilery.workbench.place import place
+
+FORWARDS, BACKWARDS = ("softmax", "log_softmax"), ("softmax_backward", "log_softmax_backward")
+CUTS = [(name, cut) for name in FORWARDS for cut in ((64, 1), (64, 4), (256, 8))]
+CUTS += [(name, (64,)) for name in BACKWARDS]
+
+
+@pytest.mark.parametrize("special", ["none", "nan", "-inf"])
+@pytest.mark.parametrize(("name", "cut"), CUTS)
+def test_rows_in_blocks_and_in_pieces(name, cut, special):
+    op = REGISTRY[name]
+    kernel, (block, *splits) = op.kernel("triton"), cut
+    config = kernel.Config(block, 1, *splits)
+    problem = case(m=3, n=333, dtype="fp32", special=special)
+    assert check(op, "triton", problem, place(op, "triton").device, config=config).refused is None
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("kernel", ["numba", "triton"])
+def test_pieces_of_minus_infinity_alone_are_worth_nothing(name, kernel):
+    """The first blocks of a row may hold no finite value at all."""
+    op = REGISTRY[name]
+    where = place(op, kernel).device
+    x = torch.randn(2, 300, device=where)
+    x[:, :200] = -float("inf")
+    for config in [None] if kernel == "numba" else [triton_softmax.Config(64, 1), triton_softmax.Config(64, 1, 4)]:
+        y = op(x, backend=kernel, config=config)
+        assert torch.allclose(y, op.reference(x), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "splits"), [(1, 128256, 16), (16, 128256, 16), (64, 128256, 4), (1024, 128256, 1), (1, 32768, 1)]
+)
+def test_few_long_rows_are_shared_out(m, n, splits):
+    x = TensorSpec.contiguous((m, n), torch.bfloat16, "cuda:0")
+    assert triton_softmax.default(x).splits == splits
