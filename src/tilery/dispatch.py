@@ -71,8 +71,8 @@ class Plan:
         if self._idle:
             return
         self.run(outs, args, self.config, *[new() for new in self._new_workspace])
-        for i in self.mutated:
-            torch.autograd.graph.increment_version(args[i])
+        if self.mutated:
+            torch.autograd.graph.increment_version([args[i] for i in self.mutated])
 
     def _destination(self, args: tuple[Any, ...], out: Any) -> tuple[Tensor, ...]:
         outs = packed(out)

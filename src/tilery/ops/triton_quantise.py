@@ -35,11 +35,12 @@ def _block(k: int) -> int:
     return min(triton.next_power_of_2(max(k, 32)), _LONGEST)
 
 
-def default(k: int, per: str) -> Config:
+def default(m: int, k: int, per: str) -> Config:
     if per == "token":
         block = _block(k)
         return Config(block, num_warps=min(max(block // 512, 1), 16))
-    return Config(1024, num_warps=4)
+    # 1024 values reached 67 % of the roof at 8192 × 4096 on an H200, where a token's 4096 in 8 warps reached 93 %.
+    return Config(4096, num_warps=8) if m * k >= 2**21 else Config(1024, num_warps=4)
 
 
 def configs(k: int, per: str) -> list[Config]:

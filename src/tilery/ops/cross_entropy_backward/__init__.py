@@ -37,14 +37,14 @@ def bucket(dloss: TensorSpec, dlse: TensorSpec, logits: TensorSpec, targets: Ten
 
 def inputs(
     m: int, n: int, dtype: str = "bf16", layout: str = "contiguous", batch: int = 0,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, device: str = "cuda", seed: int = 0,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, ignored: bool = False, device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     g = draw.generator(seed, device)
     logits = rows.draw(m, n, dtype, g, layout, "none", batch)
     shape = logits.shape[:-1]
     dloss, dlse = (torch.randn(shape, generator=g, device=device) for _ in range(2))
     return {
-        "dloss": dloss, "dlse": dlse, "logits": logits, "targets": draw_targets(shape, n, g),
+        "dloss": dloss, "dlse": dlse, "logits": logits, "targets": draw_targets(shape, n, g, ignored),
         "lse": logits.float().logsumexp(-1), "label_smoothing": label_smoothing, "z_loss": z_loss,
     }  # fmt: skip
 

@@ -35,11 +35,11 @@ def bucket(x: TensorSpec, weight: TensorSpec, targets: TensorSpec) -> Bucket:
 
 def inputs(
     m: int, n: int, k: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, device: str = "cuda", seed: int = 0,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, ignored: bool = False, device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     g = draw.generator(seed, device)
     x, weight = draw_projection(m, n, k, dtype, g, layout, special, batch)
-    targets = draw_targets(x.shape[:-1], n, g)
+    targets = draw_targets(x.shape[:-1], n, g, ignored)
     return {"x": x, "weight": weight, "targets": targets, "label_smoothing": label_smoothing, "z_loss": z_loss}
 
 

@@ -45,14 +45,14 @@ def bucket(
 
 def inputs(
     m: int, n: int, k: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, device: str = "cuda", seed: int = 0,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, ignored: bool = False, device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     g = draw.generator(seed, device)
     x, weight = draw_projection(m, n, k, dtype, g, layout, special, batch)
     shape = x.shape[:-1]
     dloss, dlse = (torch.randn(shape, generator=g, device=device) for _ in range(2))
     return {
-        "dloss": dloss, "dlse": dlse, "x": x, "weight": weight, "targets": draw_targets(shape, n, g),
+        "dloss": dloss, "dlse": dlse, "x": x, "weight": weight, "targets": draw_targets(shape, n, g, ignored),
         "lse": (x.float() @ weight.float().t()).logsumexp(-1), "label_smoothing": label_smoothing, "z_loss": z_loss,
     }  # fmt: skip
 

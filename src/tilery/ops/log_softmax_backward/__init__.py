@@ -32,6 +32,7 @@ def _torch(dy: Tensor, y: Tensor) -> Tensor:
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
     kernels=("numba", "triton"),
     baselines=baselines(torch=_torch, compile=Compiled(lambda dy, y: dy - y.exp() * dy.sum(-1, keepdim=True))),
+    model_sizes=lambda model: [{"n": model.vocab_size}],
     cases={"test": rows.cases(), **rows.bench_cases()},
 )  # fmt: skip
 def log_softmax_backward(dy: Tensor, y: Tensor) -> Tensor:

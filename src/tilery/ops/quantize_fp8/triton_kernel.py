@@ -27,7 +27,8 @@ def refusal(x: TensorSpec, per: str, layout: str, pow2: bool, format: str, confi
 def default(x: TensorSpec, per: str, layout: str, pow2: bool, format: str) -> Config:
     if per == "block":
         return Config(fp8.GROUP**2, num_warps=8)
-    return triton_quantise.default(x.shape[-1], per) if per != "tensor" else Config(4096, num_warps=8)
+    m, k, _ = rows(x)
+    return triton_quantise.default(m, k, per) if per != "tensor" else Config(4096, num_warps=8)
 
 
 def configs(x: TensorSpec, per: str, layout: str, pow2: bool, format: str) -> list[Config]:

@@ -7,11 +7,13 @@ __global__ void __launch_bounds__(THREADS) rms_norm(
     x += blockIdx.x * x_stride;
     y += blockIdx.x * n;
     float row[STEPS][VEC], squares = 0.0f;
+    Pack<T, VEC> weight[STEPS];  // under way before the sum waits for the row
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
         const int col = (s * THREADS + threadIdx.x) * VEC;
         if (col < n) {  // VEC divides n: a pack lies inside or outside
             load(row[s], x + col);
+            weight[s] = Pack<T, VEC>::from(w + col);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) squares += row[s][i] * row[s][i];
         }
@@ -21,10 +23,8 @@ __global__ void __launch_bounds__(THREADS) rms_norm(
     for (int s = 0; s < STEPS; ++s) {
         const int col = (s * THREADS + threadIdx.x) * VEC;
         if (col < n) {
-            float weight[VEC];
-            load(weight, w + col);
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) row[s][i] *= scale * (weight[i] + offset);
+            for (int i = 0; i < VEC; ++i) row[s][i] *= scale * (static_cast<float>(weight[s].at[i]) + offset);
             store(y + col, row[s]);
         }
     }

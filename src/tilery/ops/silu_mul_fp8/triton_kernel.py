@@ -2,6 +2,8 @@
 
 from tilery.device import ARCHS
 from tilery.ops import triton_quantise
+from tilery.ops.gated import pair
+from tilery.ops.rows import rows
 from tilery.ops.silu_mul_fp8 import outputs
 from tilery.ops.triton_pieces import Config
 from tilery.ops.triton_quantise import Call
@@ -15,11 +17,12 @@ def refusal(gate, up, per: str, layout: str, pow2: bool, format: str, config: Co
 
 
 def default(gate, up, per: str, layout: str, pow2: bool, format: str) -> Config:
-    return triton_quantise.default(gate.shape[-1] if up is not None else gate.shape[-1] // 2, per)
+    m, k, _ = rows(pair(gate, up)[0])
+    return triton_quantise.default(m, k, per)
 
 
 def configs(gate, up, per: str, layout: str, pow2: bool, format: str) -> list[Config]:
-    return triton_quantise.configs(gate.shape[-1] if up is not None else gate.shape[-1] // 2, per)
+    return triton_quantise.configs(pair(gate, up)[0].shape[-1], per)
 
 
 def _call(outs, config: Config, gate, up, per, layout, pow2, format) -> Call:

@@ -58,6 +58,7 @@ def _liger(dy: Tensor, y: Tensor) -> Any:
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
     kernels=("numba", "triton"),
     baselines=baselines(torch=_torch, compile=Compiled(_plain), liger=_liger),
+    model_sizes=lambda model: [{"n": model.vocab_size}],
     cases={"test": rows.cases(), **rows.bench_cases()},
 )  # fmt: skip
 def softmax_backward(dy: Tensor, y: Tensor) -> Tensor:

@@ -75,10 +75,15 @@ def _cases() -> list[Case]:
     ]
 
 
+def _model_sizes(model: Any) -> list[dict[str, int]]:
+    """Of the router; a dense model has none."""
+    return [{"n": model.n_routed_experts, "k": model.num_experts_per_tok}] if model.n_routed_experts else []
+
+
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
     kernels=("numba", "triton"),
-    baselines=baselines(torch=_torch, compile=Compiled(_torch)),
+    baselines=baselines(torch=_torch, compile=Compiled(_torch)), model_sizes=_model_sizes,
     cases={
         "test": _cases(),
         # fp32, as routers compute them: torch promises no order of equals, and bf16 has many.
