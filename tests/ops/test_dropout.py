@@ -5,7 +5,7 @@ import torch
 
 import tilery
 from tilery.errors import BadInput
-from tilery.ops import philox
+from tilery.parts import philox
 
 WORD = 0xFFFFFFFF
 

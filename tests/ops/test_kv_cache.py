@@ -5,8 +5,8 @@ import torch
 
 import tilery
 from tilery.errors import BadInput
-from tilery.ops import fp8, kv_cache
 from tilery.ops.rope_cache_write_ import inputs
+from tilery.parts import fp8, kv_cache
 
 BACKENDS = ["numba", pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted"))]
 NO_TURN = {"cos": torch.ones(20, 8), "sin": torch.zeros(20, 8)}  # so that keys are stored as they are

@@ -5,7 +5,7 @@ import torch
 
 import tilery
 from tilery.errors import BadInput
-from tilery.ops import fp8
+from tilery.parts import fp8
 
 X, RESIDUAL = torch.randn(6, 96).bfloat16(), torch.randn(6, 96).bfloat16()
 W = torch.randn(96).bfloat16()
@@ -52,7 +52,7 @@ def test_an_empty_dimension_lies_anywhere():
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_gradients_of_weights_have_the_same_bits_in_ten_runs(parallel):
-    from tilery.ops.numba_rows import Config
+    from tilery.parts.numba_rows import Config
 
     dy, x, w = torch.randn(999, 40), torch.randn(999, 40), torch.randn(40)
     for op, more in ((tilery.rms_norm_backward, (1e-6, 0.0)), (tilery.layer_norm_backward, (1e-5,))):

@@ -5,7 +5,7 @@ import torch
 
 import tilery
 from tilery.errors import BadInput
-from tilery.ops import heads
+from tilery.parts import heads
 
 BACKENDS = ["numba", pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted"))]
 

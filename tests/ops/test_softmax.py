@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilery.op import REGISTRY
-from tilery.ops import triton_softmax
+from tilery.parts import triton_softmax
 from tilery.spec import TensorSpec, case
 from tilery.workbench.check import check
 from tilery.workbench.place import place

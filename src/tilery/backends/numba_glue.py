@@ -53,7 +53,7 @@ jit = numba.njit(**_OPTIONS)
 @functools.cache
 def _folder() -> str | None:
     """Where compiled code is kept. Numba does not notice edits of helpers, so the name holds the text of them all."""
-    helpers = sorted((Path(__file__).parents[1] / "ops").glob("numba_*.py"))
+    helpers = sorted((Path(__file__).parents[1] / "parts").glob("numba_*.py"))
     name = hashlib.sha256(b"".join(p.read_bytes() for p in (Path(__file__), *helpers))).hexdigest()[:12]
     folder = Path(_config.CACHE_DIR or settings.get().cache_dir / "numba") / name
     try:

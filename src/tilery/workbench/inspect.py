@@ -24,13 +24,13 @@ def source(op: Op, kernel: str) -> str:
 
 
 def _shared(module: ModuleType, language: str) -> list[Path]:
-    """Files ops/<language>_*.py that the module has something from, and those that they have something from."""
+    """Files parts/<language>_*.py that the module has something from, and those that they have something from."""
     found: dict[Path, None] = {}
     waiting = [module]
     while waiting:
         for value in vars(waiting.pop()).values():
             name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-            if not isinstance(name, str) or not name.startswith(f"tilery.ops.{language}_"):
+            if not isinstance(name, str) or not name.startswith(f"tilery.parts.{language}_"):
                 continue
             path = Path(python.getfile(sys.modules[name]))
             if path not in found:

@@ -3,9 +3,9 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.op import op
-from tilery.ops import norms, rows
 from tilery.ops.add_rms_norm_backward import add_rms_norm_backward
 from tilery.ops.rms_norm import rms_norm
+from tilery.parts import norms, rows
 from tilery.peers import Compiled, baselines, load
 from tilery.spec import Bucket, Cost, TensorSpec
 

@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 
 from tilery.backends import cuda_glue
-from tilery.ops import block_rows, cuda_rows
-from tilery.ops.block_rows import Config
-from tilery.ops.rows import rows
+from tilery.parts import block_rows, cuda_rows
+from tilery.parts.block_rows import Config
+from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = block_rows.archs

@@ -5,11 +5,11 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import at, f32, load, store
-from tilery.ops import numba_rows
 from tilery.ops.add_rms_norm import outputs
-from tilery.ops.numba_norms import add_row, rstd
-from tilery.ops.numba_rows import Config
-from tilery.ops.rows import rows
+from tilery.parts import numba_rows
+from tilery.parts.numba_norms import add_row, rstd
+from tilery.parts.numba_rows import Config
+from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs

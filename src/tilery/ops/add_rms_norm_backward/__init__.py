@@ -2,8 +2,8 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.op import op
-from tilery.ops import norms, rows
 from tilery.ops.rms_norm_backward import rms_norm_backward
+from tilery.parts import norms, rows
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case
 

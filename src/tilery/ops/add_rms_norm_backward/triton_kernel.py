@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
-from tilery.ops import triton_norm_gradients, triton_norms
 from tilery.ops.add_rms_norm_backward import outputs
-from tilery.ops.rows import rows
-from tilery.ops.triton_norm_gradients import Config, gradients, partial_sums
+from tilery.parts import triton_norm_gradients, triton_norms
+from tilery.parts.rows import rows
+from tilery.parts.triton_norm_gradients import Config, gradients, partial_sums
 from tilery.spec import Artifact, TensorSpec
 
 archs = triton_norms.archs

@@ -3,8 +3,8 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.op import op
-from tilery.ops import fp8, norms, rows
 from tilery.ops.rms_norm_fp8 import quantised_torch, rms_norm_fp8
+from tilery.parts import fp8, norms, rows
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec
 

@@ -8,8 +8,8 @@ import triton.language as tl
 from tilery.backends import triton_glue
 from tilery.device import ARCHS
 from tilery.ops.argmax import outputs
-from tilery.ops.rows import rows
-from tilery.ops.triton_order import first_of_largest, rank
+from tilery.parts.rows import rows
+from tilery.parts.triton_order import first_of_largest, rank
 from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS

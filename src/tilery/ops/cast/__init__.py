@@ -5,7 +5,7 @@ from torch import Tensor
 from tilery import inputs as draw
 from tilery.errors import require
 from tilery.op import op
-from tilery.ops import fp8, rows
+from tilery.parts import fp8, rows
 from tilery.peers import Compiled, baselines
 from tilery.spec import DTYPES, Bucket, Cost, TensorSpec, case, dtype_name
 

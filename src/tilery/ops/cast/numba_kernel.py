@@ -5,10 +5,10 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import STORAGE, at, load, store
-from tilery.ops import numba_rows
 from tilery.ops.cast import outputs
-from tilery.ops.numba_rows import Config, archs
-from tilery.ops.rows import rows
+from tilery.parts import numba_rows
+from tilery.parts.numba_rows import Config, archs
+from tilery.parts.rows import rows
 from tilery.spec import DTYPES, Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]

@@ -4,11 +4,11 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
-from tilery.ops import fp8, triton_fp8, triton_pieces
 from tilery.ops.cast import outputs
-from tilery.ops.rows import joined
-from tilery.ops.triton_fp8 import quantise, widen
-from tilery.ops.triton_pieces import Config, archs, piece
+from tilery.parts import fp8, triton_fp8, triton_pieces
+from tilery.parts.rows import joined
+from tilery.parts.triton_fp8 import quantise, widen
+from tilery.parts.triton_pieces import Config, archs, piece
 from tilery.spec import Artifact, TensorSpec, dtype_name
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]

@@ -8,9 +8,9 @@ from torch import Tensor
 from tilery import inputs as draw
 from tilery.errors import require
 from tilery.op import op
-from tilery.ops import rows
 from tilery.ops.cross_entropy_backward import cross_entropy_backward
-from tilery.ops.losses import DTYPES, TERMS, check_targets, draw_targets, losses
+from tilery.parts import rows
+from tilery.parts.losses import DTYPES, TERMS, check_targets, draw_targets, losses
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Case, Cost, TensorSpec, case
 

@@ -5,12 +5,12 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import FP32, at, f32, integer, load, store
-from tilery.ops import numba_rows
 from tilery.ops.cross_entropy import outputs
-from tilery.ops.numba_losses import log_sum, loss
-from tilery.ops.numba_rows import Config
-from tilery.ops.numba_softmax import row_sums
-from tilery.ops.rows import rows
+from tilery.parts import numba_rows
+from tilery.parts.numba_losses import log_sum, loss
+from tilery.parts.numba_rows import Config
+from tilery.parts.numba_softmax import row_sums
+from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs

@@ -7,10 +7,10 @@ import triton.language as tl
 
 from tilery.backends import triton_glue
 from tilery.device import ARCHS
-from tilery.ops import triton_losses
 from tilery.ops.cross_entropy import outputs
-from tilery.ops.rows import rows
-from tilery.ops.triton_softmax import row_sums
+from tilery.parts import triton_losses
+from tilery.parts.rows import rows
+from tilery.parts.triton_softmax import row_sums
 from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS

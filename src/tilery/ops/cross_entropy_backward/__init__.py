@@ -6,8 +6,8 @@ from torch import Tensor
 from tilery import inputs as draw
 from tilery.errors import require
 from tilery.op import op
-from tilery.ops import rows
-from tilery.ops.losses import DTYPES, TERMS, check_targets, check_values, draw_targets
+from tilery.parts import rows
+from tilery.parts.losses import DTYPES, TERMS, check_targets, check_values, draw_targets
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case
 

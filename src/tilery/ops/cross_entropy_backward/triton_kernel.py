@@ -8,8 +8,8 @@ import triton.language as tl
 from tilery.backends import triton_glue
 from tilery.device import ARCHS
 from tilery.ops.cross_entropy_backward import outputs
-from tilery.ops.rows import rows
-from tilery.ops.triton_losses import gradient
+from tilery.parts.rows import rows
+from tilery.parts.triton_losses import gradient
 from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS

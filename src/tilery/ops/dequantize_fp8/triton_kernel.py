@@ -4,11 +4,11 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
-from tilery.ops import fp8, triton_fp8, triton_pieces
 from tilery.ops.dequantize_fp8 import outputs
-from tilery.ops.rows import rows
-from tilery.ops.triton_fp8 import widen
-from tilery.ops.triton_pieces import Config, archs
+from tilery.parts import fp8, triton_fp8, triton_pieces
+from tilery.parts.rows import rows
+from tilery.parts.triton_fp8 import widen
+from tilery.parts.triton_pieces import Config, archs
 from tilery.spec import Artifact, TensorSpec, dtype_name
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]

@@ -8,7 +8,7 @@ from torch import Tensor
 from tilery import inputs as draw
 from tilery.errors import require
 from tilery.op import op
-from tilery.ops import philox, rows
+from tilery.parts import philox, rows
 from tilery.peers import baselines
 from tilery.spec import Cost, TensorSpec, case
 

@@ -5,11 +5,11 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import at, f32, load, store
-from tilery.ops import numba_rows, philox
 from tilery.ops.dropout import factor, outputs
-from tilery.ops.numba_philox import words
-from tilery.ops.numba_rows import Config, archs
-from tilery.ops.rows import rows
+from tilery.parts import numba_rows, philox
+from tilery.parts.numba_philox import words
+from tilery.parts.numba_rows import Config, archs
+from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]

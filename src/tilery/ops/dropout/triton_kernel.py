@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
-from tilery.ops import philox, triton_pieces
 from tilery.ops.dropout import factor, outputs
-from tilery.ops.rows import joined
-from tilery.ops.triton_pieces import Config, archs, piece
+from tilery.parts import philox, triton_pieces
+from tilery.parts.rows import joined
+from tilery.parts.triton_pieces import Config, archs, piece
 from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
@@ -29,7 +29,7 @@ def configs(x: TensorSpec) -> list[Config]:
 
 @triton.jit
 def _words(counter, key0, key1):
-    """As ops/philox.py says."""
+    """As parts/philox.py says."""
     seed = (key1.to(tl.int64) << 32) | (key0.to(tl.int64) & 0xFFFFFFFF)
     low = counter.to(tl.uint32)
     return tl.philox(seed, low, (counter >> 32).to(tl.uint32), low * 0, low * 0)

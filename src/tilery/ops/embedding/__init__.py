@@ -7,7 +7,7 @@ from torch import Tensor
 from tilery import inputs as draw
 from tilery.errors import require
 from tilery.op import op
-from tilery.ops import rows
+from tilery.parts import rows
 from tilery.peers import Compiled, baselines, load
 from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 

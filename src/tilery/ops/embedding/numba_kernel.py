@@ -7,9 +7,9 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import at, f32, integer, move, store
-from tilery.ops import numba_rows
 from tilery.ops.embedding import outputs
-from tilery.ops.numba_rows import Config, archs
+from tilery.parts import numba_rows
+from tilery.parts.numba_rows import Config, archs
 from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]

@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
-from tilery.ops import triton_pieces
 from tilery.ops.embedding import outputs
-from tilery.ops.triton_pieces import Config, archs, piece
+from tilery.parts import triton_pieces
+from tilery.parts.triton_pieces import Config, archs, piece
 from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]

@@ -5,10 +5,10 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.op import op
-from tilery.ops import rows
 from tilery.ops.fused_linear_cross_entropy_backward import fused_linear_cross_entropy_backward
-from tilery.ops.linear_losses import bucket_projection, cases, check_projection, draw_projection
-from tilery.ops.losses import check_targets, draw_targets, losses
+from tilery.parts import rows
+from tilery.parts.linear_losses import bucket_projection, cases, check_projection, draw_projection
+from tilery.parts.losses import check_targets, draw_targets, losses
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case
 

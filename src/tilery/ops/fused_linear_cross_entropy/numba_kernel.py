@@ -6,12 +6,12 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import DEPTH, FP32, at, exp, f32, integer, load, store
-from tilery.ops import numba_losses, numba_rows
 from tilery.ops.fused_linear_cross_entropy import outputs
-from tilery.ops.numba_losses import BLOCK, log_sum, loss, tile_of_products
-from tilery.ops.numba_rows import Config
-from tilery.ops.numba_softmax import row_sums
-from tilery.ops.rows import rows
+from tilery.parts import numba_losses, numba_rows
+from tilery.parts.numba_losses import BLOCK, log_sum, loss, tile_of_products
+from tilery.parts.numba_rows import Config
+from tilery.parts.numba_softmax import row_sums
+from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs

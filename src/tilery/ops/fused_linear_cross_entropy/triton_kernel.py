@@ -11,10 +11,10 @@ import triton.language as tl
 
 from tilery.backends import triton_glue
 from tilery.device import ARCHS
-from tilery.ops import triton_losses, triton_tiles
 from tilery.ops.fused_linear_cross_entropy import outputs
-from tilery.ops.rows import rows
-from tilery.ops.triton_tiles import Tiles, product
+from tilery.parts import triton_losses, triton_tiles
+from tilery.parts.rows import rows
+from tilery.parts.triton_tiles import Tiles, product
 from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.op import op
-from tilery.ops import rows
-from tilery.ops.linear_losses import bucket_projection, cases, check_projection, draw_projection
-from tilery.ops.losses import check_targets, check_values, draw_targets
+from tilery.parts import rows
+from tilery.parts.linear_losses import bucket_projection, cases, check_projection, draw_projection
+from tilery.parts.losses import check_targets, check_values, draw_targets
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case
 

@@ -9,11 +9,11 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import DEPTH, FP32, at, f32, integer, load, store
-from tilery.ops import numba_losses, numba_rows
 from tilery.ops.fused_linear_cross_entropy_backward import outputs
-from tilery.ops.numba_losses import BLOCK, add_products, gradient, padded, tile_of_products
-from tilery.ops.numba_rows import Config
-from tilery.ops.rows import rows
+from tilery.parts import numba_losses, numba_rows
+from tilery.parts.numba_losses import BLOCK, add_products, gradient, padded, tile_of_products
+from tilery.parts.numba_rows import Config
+from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs

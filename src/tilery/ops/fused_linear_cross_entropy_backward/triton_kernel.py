@@ -11,11 +11,11 @@ import triton.language as tl
 
 from tilery.backends import triton_glue
 from tilery.device import ARCHS
-from tilery.ops import triton_tiles
 from tilery.ops.fused_linear_cross_entropy_backward import outputs
-from tilery.ops.rows import rows
-from tilery.ops.triton_losses import gradient
-from tilery.ops.triton_tiles import Tiles, product
+from tilery.parts import triton_tiles
+from tilery.parts.rows import rows
+from tilery.parts.triton_losses import gradient
+from tilery.parts.triton_tiles import Tiles, product
 from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS

@@ -3,7 +3,7 @@ from typing import Any
 from torch import Tensor
 
 from tilery.op import op
-from tilery.ops import gated
+from tilery.parts import gated
 from tilery.peers import Compiled, baselines
 
 

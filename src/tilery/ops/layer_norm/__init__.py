@@ -4,8 +4,8 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.op import op
-from tilery.ops import norms, rows
 from tilery.ops.layer_norm_backward import layer_norm_backward
+from tilery.parts import norms, rows
 from tilery.peers import Compiled, baselines, load
 from tilery.spec import Bucket, Cost, TensorSpec
 

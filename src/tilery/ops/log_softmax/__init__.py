@@ -2,9 +2,9 @@ import torch
 from torch import Tensor
 
 from tilery.op import op
-from tilery.ops import rows
 from tilery.ops.log_softmax_backward import log_softmax_backward
 from tilery.ops.softmax import ALLOWED, bench_cases, bucket, check, cost, inputs, outputs
+from tilery.parts import rows
 from tilery.peers import Compiled, baselines
 
 

@@ -1,10 +1,10 @@
 """Rows in parallel over the cores; each is read three times, from the caches after the first."""
 
 from tilery.backends import numba_glue
-from tilery.ops import numba_rows, numba_softmax
 from tilery.ops.log_softmax import outputs
-from tilery.ops.numba_rows import Config
-from tilery.ops.rows import rows
+from tilery.parts import numba_rows, numba_softmax
+from tilery.parts.numba_rows import Config
+from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs

@@ -3,8 +3,8 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.op import op
-from tilery.ops import rows
 from tilery.ops.softmax_backward import ALLOWED, bucket, check, outputs
+from tilery.parts import rows
 from tilery.peers import Compiled, baselines
 from tilery.spec import Cost, TensorSpec
 

@@ -1,8 +1,8 @@
 """One program per row: both rows sit in its registers if they can, so each is read once."""
 
-from tilery.ops import triton_softmax_backward
 from tilery.ops.log_softmax_backward import outputs
-from tilery.ops.triton_softmax_backward import Config, archs, configs, default, refusal  # noqa: F401
+from tilery.parts import triton_softmax_backward
+from tilery.parts.triton_softmax_backward import Config, archs, configs, default, refusal  # noqa: F401
 from tilery.spec import Artifact
 
 

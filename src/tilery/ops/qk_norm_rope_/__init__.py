@@ -8,7 +8,7 @@ from torch import Tensor
 from tilery import inputs as random
 from tilery.errors import require
 from tilery.op import op
-from tilery.ops import heads, rope_peers
+from tilery.parts import heads, rope_peers
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec, dtype_name
 

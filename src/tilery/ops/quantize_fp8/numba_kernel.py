@@ -5,11 +5,11 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import FP32, STORAGE, at, f32, load, store
-from tilery.ops import fp8, numba_quantise, numba_rows
-from tilery.ops.numba_fp8 import magnitude, scale
-from tilery.ops.numba_rows import Config, archs
 from tilery.ops.quantize_fp8 import outputs
-from tilery.ops.rows import rows
+from tilery.parts import fp8, numba_quantise, numba_rows
+from tilery.parts.numba_fp8 import magnitude, scale
+from tilery.parts.numba_rows import Config, archs
+from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]

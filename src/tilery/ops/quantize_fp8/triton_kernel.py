@@ -6,12 +6,12 @@ import triton.language as tl
 
 from tilery.backends import triton_glue
 from tilery.device import ARCHS
-from tilery.ops import fp8, triton_fp8, triton_quantise
 from tilery.ops.quantize_fp8 import outputs
-from tilery.ops.rows import joined, rows
-from tilery.ops.triton_fp8 import magnitude, quantise, scale
-from tilery.ops.triton_pieces import Config, piece
-from tilery.ops.triton_quantise import Call
+from tilery.parts import fp8, triton_fp8, triton_quantise
+from tilery.parts.rows import joined, rows
+from tilery.parts.triton_fp8 import magnitude, quantise, scale
+from tilery.parts.triton_pieces import Config, piece
+from tilery.parts.triton_quantise import Call
 from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.op import op
-from tilery.ops import rows
 from tilery.ops.relu_squared_backward import relu_squared_backward
+from tilery.parts import rows
 from tilery.peers import Compiled, baselines, load
 from tilery.spec import Cost, TensorSpec
 

@@ -5,10 +5,10 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import at, f32, load, store
-from tilery.ops import numba_rows
-from tilery.ops.numba_rows import Config, archs
 from tilery.ops.relu_squared_backward import outputs
-from tilery.ops.rows import rows
+from tilery.parts import numba_rows
+from tilery.parts.numba_rows import Config, archs
+from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]

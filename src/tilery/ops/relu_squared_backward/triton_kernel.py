@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
-from tilery.ops import triton_pieces
 from tilery.ops.relu_squared_backward import outputs
-from tilery.ops.rows import joined
-from tilery.ops.triton_pieces import Config, archs, piece
+from tilery.parts import triton_pieces
+from tilery.parts.rows import joined
+from tilery.parts.triton_pieces import Config, archs, piece
 from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]

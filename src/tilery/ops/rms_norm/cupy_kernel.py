@@ -1,9 +1,9 @@
 """One block per row: its threads stride along the row, warps add by shuffles, then all scale what they read again."""
 
 from tilery.backends import cupy_glue
-from tilery.ops import block_rows
-from tilery.ops.block_rows import Config
-from tilery.ops.rows import heads_refusal, rows
+from tilery.parts import block_rows
+from tilery.parts.block_rows import Config
+from tilery.parts.rows import heads_refusal, rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = block_rows.archs

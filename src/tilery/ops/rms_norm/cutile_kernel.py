@@ -4,10 +4,10 @@ import cuda.tile as ct
 
 from tilery.backends import cutile_glue
 from tilery.backends.cutile_glue import Launch
-from tilery.ops import cutile_rows
-from tilery.ops.cutile_rows import Config, matrix
 from tilery.ops.rms_norm import outputs
-from tilery.ops.rows import heads_refusal
+from tilery.parts import cutile_rows
+from tilery.parts.cutile_rows import Config, matrix
+from tilery.parts.rows import heads_refusal
 from tilery.spec import Artifact, TensorSpec
 
 archs = cutile_rows.archs

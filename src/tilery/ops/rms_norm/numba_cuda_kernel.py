@@ -7,9 +7,9 @@ from numba import cuda
 from numba.cuda.types import float32, float64, int64, void
 
 from tilery.backends import numba_cuda_glue
-from tilery.ops import block_rows
-from tilery.ops.block_rows import Config
-from tilery.ops.rows import heads_refusal, rows
+from tilery.parts import block_rows
+from tilery.parts.block_rows import Config
+from tilery.parts.rows import heads_refusal, rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = block_rows.archs

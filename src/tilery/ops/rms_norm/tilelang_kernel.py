@@ -7,7 +7,7 @@ import tilelang.language as T
 
 from tilery.backends import tilelang_glue
 from tilery.device import ARCHS
-from tilery.ops.rows import heads_refusal, rows
+from tilery.parts.rows import heads_refusal, rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS

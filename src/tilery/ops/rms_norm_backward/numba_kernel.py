@@ -1,11 +1,11 @@
 """Each core takes a share of the rows and sums the weight's gradient in a row of its own; these are added in order."""
 
 from tilery.backends import numba_glue
-from tilery.ops import numba_rows
-from tilery.ops.numba_norms import partial_sums, rms_norm_backward
-from tilery.ops.numba_rows import Config
 from tilery.ops.rms_norm_backward import outputs
-from tilery.ops.rows import heads, rows
+from tilery.parts import numba_rows
+from tilery.parts.numba_norms import partial_sums, rms_norm_backward
+from tilery.parts.numba_rows import Config
+from tilery.parts.rows import heads, rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs

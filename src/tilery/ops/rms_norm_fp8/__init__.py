@@ -4,8 +4,8 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.op import op
-from tilery.ops import fp8, norms, rows
 from tilery.ops.rms_norm import rms_norm
+from tilery.parts import fp8, norms, rows
 from tilery.peers import Compiled, baselines
 from tilery.spec import DTYPES, Bucket, Cost, TensorSpec
 

@@ -5,12 +5,12 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import STORAGE, at, f32
-from tilery.ops import numba_rows
-from tilery.ops.fp8 import LARGEST
-from tilery.ops.numba_norms import group_size, quantise_row, rstd
-from tilery.ops.numba_rows import Config
 from tilery.ops.rms_norm_fp8 import outputs
-from tilery.ops.rows import rows
+from tilery.parts import numba_rows
+from tilery.parts.fp8 import LARGEST
+from tilery.parts.numba_norms import group_size, quantise_row, rstd
+from tilery.parts.numba_rows import Config
+from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs

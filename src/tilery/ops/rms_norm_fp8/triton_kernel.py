@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
-from tilery.ops import triton_fp8, triton_norms
 from tilery.ops.rms_norm_fp8 import outputs
-from tilery.ops.rows import rows
-from tilery.ops.triton_norms import Config, normalise, own_rows
+from tilery.parts import triton_fp8, triton_norms
+from tilery.parts.rows import rows
+from tilery.parts.triton_norms import Config, normalise, own_rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = triton_norms.archs

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from tilery.op import op
-from tilery.ops import heads, rope_peers
 from tilery.ops.rope_backward import outputs, rope_backward
+from tilery.parts import heads, rope_peers
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec
 

@@ -7,8 +7,8 @@ import cuda.tile as ct
 from tilery.backends import cutile_glue
 from tilery.backends.cutile_glue import Launch
 from tilery.device import ARCHS
-from tilery.ops.heads import heads
 from tilery.ops.rope import outputs
+from tilery.parts.heads import heads
 from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS

@@ -1,8 +1,8 @@
 """Tokens in parallel over the cores; q and k in one pass."""
 
-from tilery.ops import numba_rope, numba_rows
-from tilery.ops.numba_rows import Config
 from tilery.ops.rope import outputs
+from tilery.parts import numba_rope, numba_rows
+from tilery.parts.numba_rows import Config
 from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rope.archs

@@ -1,8 +1,8 @@
 """A program turns a few heads of one token; q and k in one launch."""
 
-from tilery.ops import triton_rope
 from tilery.ops.rope import outputs
-from tilery.ops.triton_rope import Config, launch
+from tilery.parts import triton_rope
+from tilery.parts.triton_rope import Config, launch
 from tilery.spec import Artifact, TensorSpec
 
 archs = triton_rope.archs

@@ -3,8 +3,8 @@ from typing import Any
 from torch import Tensor
 
 from tilery.op import op
-from tilery.ops import heads, rope_peers
 from tilery.ops.rope import bucket, check, inputs
+from tilery.parts import heads, rope_peers
 from tilery.peers import Compiled, baselines
 from tilery.spec import Cost, TensorSpec
 

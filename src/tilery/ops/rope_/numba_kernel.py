@@ -1,7 +1,7 @@
 """rope's kernel, writing where it reads."""
 
-from tilery.ops import numba_rope, numba_rows
-from tilery.ops.numba_rows import Config
+from tilery.parts import numba_rope, numba_rows
+from tilery.parts.numba_rows import Config
 from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rope.archs

@@ -1,7 +1,7 @@
 """rope's kernel, writing where it reads: every value is read and written by one program."""
 
-from tilery.ops import triton_rope
-from tilery.ops.triton_rope import Config, launch
+from tilery.parts import triton_rope
+from tilery.parts.triton_rope import Config, launch
 from tilery.spec import Artifact, TensorSpec
 
 archs = triton_rope.archs

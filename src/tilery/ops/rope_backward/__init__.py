@@ -4,7 +4,7 @@ from typing import Any
 from torch import Tensor
 
 from tilery.op import op
-from tilery.ops import heads, rope_peers
+from tilery.parts import heads, rope_peers
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec
 

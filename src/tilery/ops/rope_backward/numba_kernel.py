@@ -1,8 +1,8 @@
 """rope's kernel with the inverse angle."""
 
-from tilery.ops import numba_rope, numba_rows
-from tilery.ops.numba_rows import Config
 from tilery.ops.rope_backward import outputs
+from tilery.parts import numba_rope, numba_rows
+from tilery.parts.numba_rows import Config
 from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rope.archs

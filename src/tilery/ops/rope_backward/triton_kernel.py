@@ -1,8 +1,8 @@
 """rope's kernel with the inverse angle."""
 
-from tilery.ops import triton_rope
 from tilery.ops.rope_backward import outputs
-from tilery.ops.triton_rope import Config, launch
+from tilery.parts import triton_rope
+from tilery.parts.triton_rope import Config, launch
 from tilery.spec import Artifact, TensorSpec
 
 archs = triton_rope.archs

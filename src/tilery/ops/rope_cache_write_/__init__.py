@@ -5,8 +5,8 @@ from torch import Tensor
 
 from tilery import inputs as random
 from tilery.op import op
-from tilery.ops import heads, kv_cache, rope_peers
-from tilery.ops.rows import check_like
+from tilery.parts import heads, kv_cache, rope_peers
+from tilery.parts.rows import check_like
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 

@@ -5,9 +5,9 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import FP32, STORAGE, at, f32, integer, load, store
-from tilery.ops import numba_rope, numba_rows
-from tilery.ops.numba_rope import NO_NORM, fetch, row, turn, turn_heads
-from tilery.ops.numba_rows import Config
+from tilery.parts import numba_rope, numba_rows
+from tilery.parts.numba_rope import NO_NORM, fetch, row, turn, turn_heads
+from tilery.parts.numba_rows import Config
 from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rope.archs

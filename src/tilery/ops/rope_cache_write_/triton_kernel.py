@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
-from tilery.ops import kv_cache, triton_rope
-from tilery.ops.triton_fp8 import as_bytes, native, quantise
-from tilery.ops.triton_rope import Config, load_angles, load_pairs, store_pairs, turn
+from tilery.parts import kv_cache, triton_rope
+from tilery.parts.triton_fp8 import as_bytes, native, quantise
+from tilery.parts.triton_rope import Config, load_angles, load_pairs, store_pairs, turn
 from tilery.spec import Artifact, TensorSpec
 
 archs = triton_rope.archs

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.op import op
-from tilery.ops import rows
 from tilery.ops.argmax import ALLOWED, bucket, check, outputs
+from tilery.parts import rows
 from tilery.peers import Compiled, baselines
 from tilery.spec import Case, Cost, TensorSpec, case
 

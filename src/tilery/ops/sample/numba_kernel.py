@@ -8,10 +8,10 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import at, exp, f32, load, rank, store_integer, unrank
-from tilery.ops import numba_rows
-from tilery.ops.numba_rows import Config
-from tilery.ops.rows import rows
 from tilery.ops.sample import outputs, quarter
+from tilery.parts import numba_rows
+from tilery.parts.numba_rows import Config
+from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs

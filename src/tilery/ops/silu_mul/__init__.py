@@ -2,9 +2,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilery.op import op
-from tilery.ops import gated, rows
 from tilery.ops.silu_mul_backward import silu_mul_backward
 from tilery.ops.silu_mul_packed_backward import silu_mul_packed_backward
+from tilery.parts import gated, rows
 from tilery.peers import Compiled, baselines, load
 
 

@@ -8,7 +8,7 @@ import torch
 
 from tilery.backends import cuda_glue
 from tilery.device import ARCHS
-from tilery.ops.rows import joined, rows
+from tilery.parts.rows import joined, rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS

@@ -1,5 +1,5 @@
 """y = act(gate) · up, element by element."""
 
-from tilery.ops.triton_gated import Config, archs, compile, configs, default, refusal, run
+from tilery.parts.triton_gated import Config, archs, compile, configs, default, refusal, run
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]

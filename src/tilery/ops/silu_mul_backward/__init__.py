@@ -1,7 +1,7 @@
 from torch import Tensor
 
 from tilery.op import op
-from tilery.ops import gated
+from tilery.parts import gated
 from tilery.peers import Compiled, baselines
 
 

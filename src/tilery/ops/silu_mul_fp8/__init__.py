@@ -4,8 +4,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilery.op import op
-from tilery.ops import fp8, gated, rows
 from tilery.ops.quantize_fp8 import in_torch
+from tilery.parts import fp8, gated, rows
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case
 

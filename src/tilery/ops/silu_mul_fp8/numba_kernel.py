@@ -1,9 +1,9 @@
 """Rows in parallel over the cores; a row waits in fp32 for its scales."""
 
 from tilery.backends import numba_glue
-from tilery.ops import numba_quantise, numba_rows
-from tilery.ops.numba_rows import Config, archs
 from tilery.ops.silu_mul_fp8 import outputs
+from tilery.parts import numba_quantise, numba_rows
+from tilery.parts.numba_rows import Config, archs
 from tilery.spec import Artifact
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]

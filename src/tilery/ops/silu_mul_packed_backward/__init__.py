@@ -2,7 +2,7 @@ import torch
 from torch import Tensor
 
 from tilery.op import op
-from tilery.ops import gated
+from tilery.parts import gated
 from tilery.peers import Compiled, baselines, load
 
 

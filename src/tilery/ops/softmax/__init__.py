@@ -3,8 +3,8 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.op import op
-from tilery.ops import rows
 from tilery.ops.softmax_backward import softmax_backward
+from tilery.parts import rows
 from tilery.peers import Compiled, baselines, load
 from tilery.spec import Bucket, Case, Cost, TensorSpec, case
 

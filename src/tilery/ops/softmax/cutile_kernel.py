@@ -4,9 +4,9 @@ import cuda.tile as ct
 
 from tilery.backends import cutile_glue
 from tilery.backends.cutile_glue import Launch
-from tilery.ops import cutile_rows
-from tilery.ops.cutile_rows import Config, matrix
 from tilery.ops.softmax import outputs
+from tilery.parts import cutile_rows
+from tilery.parts.cutile_rows import Config, matrix
 from tilery.spec import Artifact, TensorSpec
 
 archs = cutile_rows.archs

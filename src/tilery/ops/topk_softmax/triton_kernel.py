@@ -7,9 +7,9 @@ import triton.language as tl
 
 from tilery.backends import triton_glue
 from tilery.device import ARCHS
-from tilery.ops.rows import rows
 from tilery.ops.topk_softmax import outputs
-from tilery.ops.triton_order import rank
+from tilery.parts.rows import rows
+from tilery.parts.triton_order import rank
 from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS

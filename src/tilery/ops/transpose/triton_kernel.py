@@ -7,9 +7,9 @@ import triton.language as tl
 
 from tilery.backends import triton_glue
 from tilery.device import ARCHS
-from tilery.ops import triton_fp8
-from tilery.ops.rows import rows
 from tilery.ops.transpose import outputs
+from tilery.parts import triton_fp8
+from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS

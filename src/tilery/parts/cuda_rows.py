@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from tilery.backends import cuda_glue
-from tilery.ops import block_rows
-from tilery.ops.block_rows import THREADS, Config
+from tilery.parts import block_rows
+from tilery.parts.block_rows import THREADS, Config
 
 
 def kernel(

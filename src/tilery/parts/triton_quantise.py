@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
-from tilery.ops import fp8, triton_fp8
-from tilery.ops.rows import rows
-from tilery.ops.triton_fp8 import magnitude, quantise, scale
-from tilery.ops.triton_gated import share
-from tilery.ops.triton_pieces import Config
+from tilery.parts import fp8, triton_fp8
+from tilery.parts.rows import rows
+from tilery.parts.triton_fp8 import magnitude, quantise, scale
+from tilery.parts.triton_gated import share
+from tilery.parts.triton_pieces import Config
 from tilery.spec import Artifact
 
 _GROUP = tl.constexpr(fp8.GROUP)

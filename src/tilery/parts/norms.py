@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.errors import require
-from tilery.ops import rows
+from tilery.parts import rows
 from tilery.spec import Case, TensorSpec, case, dtype_name
 
 # Rounding the result to bf16 alone costs 1.7e-3, to fp16 2.1e-4.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tilery.backends import numba_glue
-from tilery.ops.rows import rows
+from tilery.parts.rows import rows
 from tilery.spec import TensorSpec
 
 archs = ("cpu",)

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from tilery import inputs
 from tilery.errors import require
-from tilery.ops import rows
-from tilery.ops.losses import DTYPES, TERMS
+from tilery.parts import rows
+from tilery.parts.losses import DTYPES, TERMS
 from tilery.spec import Bucket, Case, TensorSpec, case, dtype_name
 
 

@@ -6,9 +6,9 @@ from numba.extending import overload
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import at, exp, f32, load, store
-from tilery.ops import gated, numba_rows
-from tilery.ops.numba_rows import Config, archs
-from tilery.ops.rows import rows
+from tilery.parts import gated, numba_rows
+from tilery.parts.numba_rows import Config, archs
+from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]

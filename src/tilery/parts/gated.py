@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.errors import require
-from tilery.ops import rows
+from tilery.parts import rows
 from tilery.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
 
 ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}

@@ -7,7 +7,7 @@ import cuda.tile as ct
 
 from tilery.backends import cutile_glue
 from tilery.device import ARCHS
-from tilery.ops.rows import rows
+from tilery.parts.rows import rows
 from tilery.spec import TensorSpec
 
 archs = ARCHS

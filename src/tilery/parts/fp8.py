@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tilery.errors import require
-from tilery.ops.rows import rows
+from tilery.parts.rows import rows
 from tilery.spec import DTYPES, TensorSpec
 
 GROUP = 128

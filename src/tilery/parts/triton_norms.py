@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from tilery.device import ARCHS
-from tilery.ops import fp8
-from tilery.ops.rows import rows
-from tilery.ops.triton_fp8 import magnitude, quantise, scale
+from tilery.parts import fp8
+from tilery.parts.rows import rows
+from tilery.parts.triton_fp8 import magnitude, quantise, scale
 from tilery.spec import TensorSpec
 
 archs = ARCHS

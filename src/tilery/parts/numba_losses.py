@@ -4,7 +4,7 @@ import numpy as np
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import COLUMNS, DEPTH, FP32, ROWS, at, exp, f32, multiply, store
-from tilery.ops.matmul.numba_kernel import _pack as pack
+from tilery.parts.numba_tiles import pack
 
 BLOCK = 96  # rows of a tile: a multiple of ROWS, whichever it is
 assert BLOCK % ROWS == 0

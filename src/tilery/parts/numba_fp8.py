@@ -1,10 +1,10 @@
-"""Scales of fp8 for Numba kernels, as ops/fp8.py defines them; numba_glue's `store` rounds to fp8."""
+"""Scales of fp8 for Numba kernels, as parts/fp8.py defines them; numba_glue's `store` rounds to fp8."""
 
 from numba import int32
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import f32, rank, unrank
-from tilery.ops import fp8
+from tilery.parts import fp8
 
 _TINY = f32(fp8.TINY)
 _INFINITY, _MANTISSA = int32(0x7F800000), int32(0x7FFFFF)

@@ -7,8 +7,8 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import FP32, STORAGE, at, f32, integer, load, store
-from tilery.ops.heads import heads
-from tilery.ops.numba_rows import Config
+from tilery.parts.heads import heads
+from tilery.parts.numba_rows import Config
 from tilery.spec import Artifact, TensorSpec
 
 archs = ("cpu",)

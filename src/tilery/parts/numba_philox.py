@@ -1,10 +1,10 @@
-"""Philox-4x32-10 for Numba kernels, as ops/philox.py defines it."""
+"""Philox-4x32-10 for Numba kernels, as parts/philox.py defines it."""
 
 import numpy as np
 from numba import uint32, uint64
 
 from tilery.backends import numba_glue
-from tilery.ops import philox
+from tilery.parts import philox
 
 _M0, _M1 = (np.uint64(m) for m in philox.MULTIPLIERS)
 _S0, _S1 = (np.uint32(s) for s in philox.KEY_STEPS)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from tilery.backends import triton_glue
 from tilery.device import ARCHS
-from tilery.ops.rows import rows
+from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS

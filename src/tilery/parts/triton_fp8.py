@@ -1,4 +1,4 @@
-"""Scales and rounding to fp8 for Triton kernels, as ops/fp8.py defines them: in the interpreter and on sm_80 too.
+"""Scales and rounding to fp8 for Triton kernels, as parts/fp8.py defines them: in the interpreter and on sm_80 too.
 
 fp8 tensors go to a kernel as bytes: Triton does not know e4m3 on sm_80, not even as a pointer.
 """
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tilery import device
-from tilery.ops import fp8
+from tilery.parts import fp8
 from tilery.spec import TensorSpec
 
 _TINY_BITS = tl.constexpr(int(torch.tensor(fp8.TINY).view(torch.int32)))

@@ -6,9 +6,9 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import FP32, at, f32, load, store
-from tilery.ops import fp8
-from tilery.ops.numba_fp8 import magnitude, scale
-from tilery.ops.numba_rows import Config
+from tilery.parts import fp8
+from tilery.parts.numba_fp8 import magnitude, scale
+from tilery.parts.numba_rows import Config
 from tilery.spec import TensorSpec
 
 

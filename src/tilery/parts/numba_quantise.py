@@ -7,10 +7,10 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import FP32, STORAGE, at, f32, load, store
-from tilery.ops import fp8
-from tilery.ops.numba_fp8 import magnitude, scale
-from tilery.ops.numba_gated import ACTS, share
-from tilery.ops.rows import rows
+from tilery.parts import fp8
+from tilery.parts.numba_fp8 import magnitude, scale
+from tilery.parts.numba_gated import ACTS, share
+from tilery.parts.rows import rows
 
 _SILU = ACTS["silu"]
 

@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
-from tilery.ops import gated, triton_pieces
-from tilery.ops.rows import joined, rows
-from tilery.ops.triton_pieces import Config, archs, piece
+from tilery.parts import gated, triton_pieces
+from tilery.parts.rows import joined, rows
+from tilery.parts.triton_pieces import Config, archs, piece
 from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]

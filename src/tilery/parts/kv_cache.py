@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilery.errors import require
-from tilery.ops import fp8
+from tilery.parts import fp8
 from tilery.spec import DTYPES, TensorSpec, dtype_name
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
