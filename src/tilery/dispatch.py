@@ -62,15 +62,19 @@ class Plan:
         self._start(outs, args)
         return unpacked(outs)
 
-    def launch(self, outs: tuple[Tensor, ...], args: tuple[Any, ...]) -> None:
+    def launch(
+        self, outs: tuple[Tensor, ...], args: tuple[Any, ...], workspace: tuple[Tensor, ...] | None = None
+    ) -> None:
         """Runs the kernel into `outs`, on the tensors' own device and that device's current stream."""
         with torch.cuda.device(self._index) if self._index is not None else contextlib.nullcontext():
-            self._start(outs, args)
+            self._start(outs, args, workspace)
 
-    def _start(self, outs: tuple[Tensor, ...], args: tuple[Any, ...]) -> None:
+    def _start(
+        self, outs: tuple[Tensor, ...], args: tuple[Any, ...], workspace: tuple[Tensor, ...] | None = None
+    ) -> None:
         if self._idle:
             return
-        self.run(outs, args, self.config, *[new() for new in self._new_workspace])
+        self.run(outs, args, self.config, *(workspace or [new() for new in self._new_workspace]))
         if self.mutated:
             torch.autograd.graph.increment_version([args[i] for i in self.mutated])
 

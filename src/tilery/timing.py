@@ -210,8 +210,9 @@ def _cpu_sampler(arm: Arm, cold: bool) -> _CpuSampler:
 def _keep_freed_memory() -> None:
     """glibc returns large blocks to the system, and each call would fault its output in anew: 8 of 10 ms for 32 MiB."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            libc.mallopt(parameter, 2**30)
+        mmap, trim = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+        if libc.mallopt(mmap, 2**30) or libc.mallopt(mmap, 2**25):  # an older glibc takes no more than 32 MiB
+            libc.mallopt(trim, 2**30)
 
 
 class _GraphSampler:
@@ -236,18 +237,25 @@ class _EventSampler:
 
     def __init__(self, arm: Arm, sets: int, calls: int, turns: int) -> None:
         self.arm, self.sets, self.calls, self.turns = arm, sets, calls, turns
+        self.next = 0  # all sets come round, not the first few again and again
 
     def block(self, meanwhile: Callable[[], object]) -> float:
         total = 0.0
         for _ in range(self.turns):
             torch.cuda._sleep(_SLEEP_CYCLES)
-            total += _elapsed(lambda: [self.arm(i % self.sets) for i in range(self.calls)], meanwhile)
+            total += _elapsed(self._call, meanwhile)
         return total / (self.turns * self.calls)
+
+    def _call(self) -> None:
+        for _ in range(self.calls):
+            self.arm(self.next % self.sets)
+            self.next += 1
 
 
 def _gpu_sampler(arm: Arm, sets: int, device: torch.device, depth: Depth) -> _Sampler:
     with torch.cuda.device(device):
         _elapsed(lambda: arm(0))  # compiles
+        torch.cuda._sleep(_SLEEP_CYCLES)  # else five short calls would last as long as the host takes to make them
         each = max(_elapsed(lambda: [arm(i % sets) for i in range(5)]) / 5, 1e-3)
         calls = max(sets, min(1000, math.ceil(_GRAPH_MS / each)))
         graph = torch.cuda.CUDAGraph()

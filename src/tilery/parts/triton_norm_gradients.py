@@ -30,9 +30,11 @@ class Config:
     programs: int
 
 
-def refusal(config: Config | None) -> str | None:
+def refusal(n: int, config: Config | None) -> str | None:
     if config is None:
         return None
+    if config.rows > 1 and n > config.block:
+        return f"rows must be 1 where a row of {n} is longer than block, got {config.rows} and {config.block}"
     if config.programs < 1:
         return f"programs must be 1 or more, got {config.programs}"
     return triton_norms.refusal(triton_norms.Config(config.rows, config.block, config.num_warps))
@@ -83,7 +85,7 @@ def gradients(
 ):  # fmt: skip
     """r is a gradient to be added to dx; dw and db are workspaces [programs, n]. What an op has not is None."""
     program, turn = tl.program_id(0), tl.num_programs(0) * ROWS
-    own = program * n  # where this program's sums lie
+    own = program.to(tl.int64) * n  # where this program's sums lie
     cols = tl.arange(0, BLOCK)[None, :]
     if LONG:
         tl.static_assert(ROWS == 1)  # two rows would write the same sums
@@ -188,7 +190,7 @@ def _sum_columns(part_ptr, out_ptr, parts, n, PARTS: tl.constexpr, COLUMNS: tl.c
     for first in range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)[:, None]
         mask = (part < parts) & (cols < n)[None, :]
-        total += tl.load(part_ptr + part * n + cols[None, :], mask=mask, other=0.0)
+        total += tl.load(part_ptr + part.to(tl.int64) * n + cols[None, :], mask=mask, other=0.0)
     tl.store(out_ptr + cols, tl.sum(total, axis=0), mask=cols < n)
 
 

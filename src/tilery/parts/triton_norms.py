@@ -108,17 +108,19 @@ def _read(x_ptr, r_ptr, sum_ptr, cols, mask):
 
 
 @triton.jit
-def _weights(w_ptr, b_ptr, cols, n):
-    """Weight and bias of columns, None if there is no bias."""
+def _columns(w_ptr, b_ptr, cols, n):
+    """Weight and bias of columns; the weight again where there is no bias: Triton 3.6 keeps no None."""
     w = tl.load(w_ptr + cols, mask=cols < n, other=0.0)
-    b = None if b_ptr is None else tl.load(b_ptr + cols, mask=cols < n, other=0.0)
+    b = w
+    if b_ptr is not None:
+        b = tl.load(b_ptr + cols, mask=cols < n, other=0.0)
     return w, b
 
 
 @triton.jit
-def _weighted(x, w, b, offset):
+def _weighted(x, w, b, b_ptr, offset):
     y = x * (w.to(tl.float32) + offset)
-    if b is not None:
+    if b_ptr is not None:
         y += b.to(tl.float32)
     return y
 
@@ -156,11 +158,11 @@ def normalise(
     if not LONG:
         mask = inside & (cols < n)
         x = _read(x_ptr, r_ptr, sum_ptr, cols, mask)
-        w, b = _weights(w_ptr, b_ptr, cols, n)  # under way before the sums wait for the row
+        w, b = _columns(w_ptr, b_ptr, cols, n)  # under way before the sums wait for the row
         if CENTRED:
             x = tl.where(mask, x - tl.sum(x, axis=1, keep_dims=True) / n, 0.0)
         rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / n + eps)
-        y = _weighted(x * rstd, w, b, offset)
+        y = _weighted(x * rstd, w, b, b_ptr, offset)
         if PER == "token":
             made = scale(_greatest(y, mask), FORMAT, POW2)
             tl.store(s_ptr, made, mask=inside)
@@ -188,16 +190,16 @@ def normalise(
             for first in range(0, n, BLOCK):
                 mask = inside & (first + cols < n)
                 x = _centred(x_ptr + first + cols, mean, mask, CENTRED)
-                w, b = _weights(w_ptr, b_ptr, first + cols, n)
-                y = _weighted(x * rstd, w, b, offset)
+                w, b = _columns(w_ptr, b_ptr, first + cols, n)
+                y = _weighted(x * rstd, w, b, b_ptr, offset)
                 amax = tl.maximum(amax, _greatest(y, mask))
             made = scale(amax, FORMAT, POW2)
             tl.store(s_ptr, made, mask=inside)
         for first in range(0, n, BLOCK):
             mask = inside & (first + cols < n)
             x = _centred(x_ptr + first + cols, mean, mask, CENTRED)
-            w, b = _weights(w_ptr, b_ptr, first + cols, n)
-            y = _weighted(x * rstd, w, b, offset)
+            w, b = _columns(w_ptr, b_ptr, first + cols, n)
+            y = _weighted(x * rstd, w, b, b_ptr, offset)
             if PER == "token":
                 tl.store(y_ptr + first + cols, quantise(y * (1.0 / made), FORMAT, NATIVE), mask=mask)
             elif PER == "group":

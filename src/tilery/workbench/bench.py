@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilery import ceilings, device, dispatch, timing
 from tilery.op import REGISTRY, Op
@@ -20,6 +21,7 @@ CONTROL = "control:torch"  # the baseline once more: how far its ratio is from 1
 COPY = "control:copy"  # as many bytes, copied: what memory could do in this very run
 _COLD_BYTES = 256 * 2**20  # input sets rotate through more than the H200's 60 MB of L2
 _MOST_SETS = 1024
+_MOST_BYTES = 16 * 2**30
 # Of the time at the measured ceilings: less is no speed. They are the best of a few tries, so a little faster is fair;
 # a CPU's change with its neighbours, and its caches may hold more than was flushed.
 _IMPOSSIBLE = {"cuda": 0.9, "cpu": 0.5}
@@ -71,6 +73,7 @@ def measure(unit: Unit, progress: timing.Progress = lambda arm, what: None) -> I
             good[name] = row
         else:
             yield row
+    progress("", "drawing inputs")  # what fails from here on is no arm's fault
     sets = _input_sets(op, unit, where)
     cost, dtype = op.cost(*op.specs(sets[0])), str(unit.case.params.get("dtype", "fp32"))
     roof = ceilings.ceilings(where)
@@ -112,7 +115,9 @@ def _input_sets(op: Op, unit: Unit, where: torch.device) -> Sets:
     if where.type != "cuda" or not unit.cold:
         return [first]  # on a CPU the caches are overwritten instead
     wanted = -(-_COLD_BYTES // max(op.cost(*op.specs(first)).bytes, 1))
-    return [first, *(draw(seed) for seed in range(1, min(max(wanted, 2), _MOST_SETS)))]
+    held = sum(a.nbytes for a in first if isinstance(a, Tensor))  # of a table far more than is read
+    count = min(max(wanted, 2), _MOST_SETS, max(_MOST_BYTES // max(held, 1), 1))
+    return [first, *(draw(seed) for seed in range(1, count))]
 
 
 def _said(unit: Unit, sets: Sets, cost: Cost, where: torch.device) -> str:

@@ -61,10 +61,10 @@ def check(op: Op, kernel: str, case: Case, target: Any, seed: int | None = None,
     if why := dispatch.refusal(op, kernel, specs, config):
         return Checked((), why)
     plan = dispatch.decide(op, specs, kernel, config)
-    outs = tuple(poisoned(spec) for spec in plan.outs)
+    outs, workspace = (tuple(map(poisoned, specs)) for specs in (plan.outs, plan.workspace))
 
     def launch(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        plan.launch(outs, args)
+        plan.launch(outs, args, workspace)
         return outs
 
     return Checked(_judged(op, where, args, launch, op.allowed))

@@ -56,7 +56,7 @@ class Recorder:
         return self.store.add_code({stage: inspect.stage(artifact, stage) for stage in made})
 
     def describe(self, like: Row, artifact: Artifact) -> None:
-        """Every row of this kernel in this config."""
+        """Every row of this kernel, config and case."""
         code = self.keep_code(artifact)
         for n, row in enumerate(self.rows):
             if _kind(row) == _kind(like):
@@ -96,8 +96,9 @@ def _left_out(choice: Choice) -> dict[tuple[str, str], str]:
     return {(choice.op.name, name): why for name, why in found.items()}
 
 
-def _kind(row: Row) -> tuple[str, str, str, str]:
-    return row.op, row.kernel, row.config, row.dtype
+def _kind(row: Row) -> tuple[str, ...]:
+    """Rows of which a compiler makes the same; a case may change the code though its config is the same."""
+    return row.op, row.kernel, row.config, row.case
 
 
 def _describe_timed(choices: list[Choice], recorder: Recorder, say: Say) -> None:

@@ -14,7 +14,7 @@ archs = triton_norms.archs
 
 
 def refusal(dy, dresidual, residual_out: TensorSpec, weight, config: Config | None = None) -> str | None:
-    return triton_norm_gradients.refusal(config)
+    return triton_norm_gradients.refusal(residual_out.shape[-1], config)
 
 
 def default(dy, dresidual, residual_out: TensorSpec, weight) -> Config:

@@ -14,7 +14,7 @@ archs = triton_norms.archs
 
 
 def refusal(dy: TensorSpec, x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
-    return triton_norm_gradients.refusal(config)
+    return triton_norm_gradients.refusal(x.shape[-1], config)
 
 
 def default(dy: TensorSpec, x: TensorSpec, weight: TensorSpec) -> Config:

@@ -55,7 +55,11 @@ def _call(outs, config: Config, x):
     count, _, stride = rows(x)
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     tensors = (x, outs[0]) if x.dtype.itemsize > 1 else (triton_fp8.as_bytes(x), triton_fp8.as_bytes(outs[0]))
-    return (count // m * tiles,), (*tensors, stride, m, n), {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    return (
+        (count // max(m, 1) * tiles,),
+        (*tensors, stride, m, n),
+        {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n},
+    )
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
