@@ -115,3 +115,12 @@ def test_a_refusal_is_a_row_with_its_sentence(monkeypatch):
     monkeypatch.setattr(REGISTRY["softmax"].kernel("numba"), "refusal", lambda x, config=None: "not on Sundays")
     row = rows("softmax")["numba"]
     assert (row.status, row.reason) == ("refused", "not on Sundays")
+
+
+def test_what_fails_outside_the_arms_is_blamed_on_none():
+    said = []
+    unit = Unit("softmax", SMALL, "cpu", ("numba",), ("baseline:torch",), Depth(rounds=6, block_ms=1.0, warm_s=0.0))
+    list(bench.measure(unit, lambda arm, what: said.append((arm, what))))
+    drawing = said.index(("", "drawing inputs"))
+    assert all(what == "checking" for _, what in said[:drawing])
+    assert said[drawing + 1] == ("baseline:torch", "first calls")
