@@ -38,7 +38,7 @@ STYLE = {"pass": "green", "fail": "bold red", "refused": "yellow", "compiled": "
 
 def console() -> Console:
     # Captured output gets a width that keeps every column: a table cut short says less than a long line.
-    return Console(width=None if sys.stdout.isatty() else 150)
+    return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def chosen_ops(names: list[str] | None) -> "list[Op]":
