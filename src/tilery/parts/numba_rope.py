@@ -140,45 +140,15 @@ def _rope(
         for i in prange(batch * tokens):
             token = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
             _token(
-                token,
-                q,
-                k,
-                cos,
-                sin,
-                positions,
-                weights,
-                q_out,
-                k_out,
-                tokens,
-                moved,
-                q_as,
-                k_as,
-                by,
-                norm,
-                angle,
-                dtype,
-            )
+                token, q, k, cos, sin, positions, weights,
+                q_out, k_out, tokens, moved, q_as, k_as, by, norm, angle, dtype,
+            )  # fmt: skip
     else:
         for token in range(batch * tokens):
             _token(
-                token,
-                q,
-                k,
-                cos,
-                sin,
-                positions,
-                weights,
-                q_out,
-                k_out,
-                tokens,
-                moved,
-                q_as,
-                k_as,
-                by,
-                norm,
-                angle,
-                dtype,
-            )
+                token, q, k, cos, sin, positions, weights,
+                q_out, k_out, tokens, moved, q_as, k_as, by, norm, angle, dtype,
+            )  # fmt: skip
 
 
 def _arguments(outs: Any, args: Any, inverse: bool, weights: Any, norm: Norm) -> tuple[Any, ...]:

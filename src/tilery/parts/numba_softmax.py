@@ -5,6 +5,28 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import at, exp, f32, load, rank, store, unrank
+from tilery.parts import numba_rows
+from tilery.parts.numba_rows import Config
+from tilery.parts.rows import rows
+from tilery.spec import Artifact, TensorSpec
+
+archs = numba_rows.archs
+
+
+def refusal(first: TensorSpec, *_, config: Config | None = None) -> str | None:
+    return numba_rows.refusal(first)
+
+
+def default(x: TensorSpec) -> Config:
+    return numba_rows.default(x, least=2**16)
+
+
+def default_backward(dy: TensorSpec, y: TensorSpec) -> Config:
+    return numba_rows.default(dy, least=2**17)
+
+
+def configs(*specs) -> list[Config]:
+    return numba_rows.configs()
 
 
 @numba_glue.jit
@@ -54,7 +76,7 @@ def _rows(x, y, x_stride, first, last, n, log, dtype):
 
 
 @numba_glue.kernel
-def softmax(threads, x, y, x_stride, m, n, log, dtype):
+def _softmax(threads, x, y, x_stride, m, n, log, dtype):
     if threads > 1:
         for i in prange(threads):
             part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
@@ -79,7 +101,7 @@ def _row_backward(dy, y, dx, n, log, dtype):
 
 
 @numba_glue.kernel
-def softmax_backward(threads, dy, y, dx, dy_stride, y_stride, m, n, log, dtype):
+def _softmax_backward(threads, dy, y, dx, dy_stride, y_stride, m, n, log, dtype):
     if threads > 1:
         for i in prange(m):
             row = np.int64(i)
@@ -91,3 +113,34 @@ def softmax_backward(threads, dy, y, dx, dy_stride, y_stride, m, n, log, dtype):
             _row_backward(
                 at(dy, row * dy_stride, dtype), at(y, row * y_stride, dtype), at(dx, row * n, dtype), n, log, dtype
             )
+
+
+def _forward(outs, args, log):
+    """Kernel and launch arguments, of tensors for a run and of specs for a compile."""
+    (x,) = args
+    m, n, stride = rows(x)
+    return _softmax, (x, outs[0]), stride, m, n, log
+
+
+def _backward(outs, args, log):
+    dy, y = args
+    m, n, stride = rows(dy)
+    return _softmax_backward, (dy, y, outs[0]), stride, rows(y).stride, m, n, log
+
+
+def compile(outs, specs, log: bool) -> Artifact:
+    return numba_glue.compile(*_forward(outs, specs, log))
+
+
+def run(outs, args, config: Config, log: bool) -> None:
+    kernel, *arguments = _forward(outs, args, log)
+    numba_glue.launch(kernel, config.parallel, *arguments)
+
+
+def compile_backward(outs, specs, log: bool) -> Artifact:
+    return numba_glue.compile(*_backward(outs, specs, log))
+
+
+def run_backward(outs, args, config: Config, log: bool) -> None:
+    kernel, *arguments = _backward(outs, args, log)
+    numba_glue.launch(kernel, config.parallel, *arguments)

@@ -45,8 +45,9 @@ def _one(child: Child, unit: bench.Unit, progress: timing.Progress) -> Iterator[
                     progress(at, f"{unit.op} {unit.case}: {at} {what}")
             return
         except Died as died:
-            if at not in (*unit.kernels, *unit.peers):  # a control, or before the first arm: none to leave out
-                yield Row(unit.op, at or "(start)", str(unit.case), "fail", f"{died}")
+            if at not in (*unit.kernels, *unit.peers):  # a control, or no arm at all: there is none to leave out
+                where = f"at {at}" if at else "before or between the arms"
+                yield Row(unit.op, "(all)", str(unit.case), "fail", f"the case was given up, it failed {where}: {died}")
                 return
             given.add(at)
             yield Row(unit.op, at, str(unit.case), "fail", f"crashed, the others went on without it: {died}")
@@ -67,7 +68,7 @@ def _answer(unit: bench.Unit, send: Callable[[Any], None]) -> None:
             send(row)
     except TileryError as error:
         send(error)
-    except Exception:
+    except Exception:  # whatever it is, its traceback is what the parent puts into the row
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)

@@ -1,36 +1,15 @@
 """Rows in parallel over the cores; each is read twice, the second time from the L1 cache."""
 
-from tilery.backends import numba_glue
 from tilery.ops.softmax_backward import outputs
-from tilery.parts import numba_rows, numba_softmax
-from tilery.parts.numba_rows import Config
-from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
-
-archs = numba_rows.archs
-
-
-def refusal(dy: TensorSpec, y: TensorSpec, config: Config | None = None) -> str | None:
-    return numba_rows.refusal(dy)
-
-
-def default(dy: TensorSpec, y: TensorSpec) -> Config:
-    return numba_rows.default(dy, least=2**17)
-
-
-def configs(dy: TensorSpec, y: TensorSpec) -> list[Config]:
-    return numba_rows.configs()
-
-
-def _arguments(outs, dy, y):
-    """The launch arguments, of tensors for `run` and of specs for `compile`."""
-    m, n, stride = rows(dy)
-    return (dy, y, outs[0]), stride, rows(y).stride, m, n, False
+from tilery.parts import numba_softmax
+from tilery.parts.numba_softmax import Config, archs, configs, refusal  # noqa: F401
+from tilery.parts.numba_softmax import default_backward as default  # noqa: F401
+from tilery.spec import Artifact
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(numba_softmax.softmax_backward, *_arguments(outputs(*specs), *specs))
+    return numba_softmax.compile_backward(outputs(*specs), specs, log=False)
 
 
 def run(outs, args, config: Config) -> None:
-    numba_glue.launch(numba_softmax.softmax_backward, config.parallel, *_arguments(outs, *args))
+    numba_softmax.run_backward(outs, args, config, log=False)
