@@ -42,6 +42,36 @@ def test_ops_lists_every_kernel():
     assert "runs here" in run("ops", "softmax")
 
 
+def test_plan_prints_every_step_of_prefill_and_decode():
+    words = ("plan", "qwen3-8b", "--tp", "2", "--batch", "1,4", "--prompt", "32", "--context", "64", "--device", "h200")
+    found = run_json(*words)
+    assert found["model"] == "Qwen3-8B" and found["tp"] == 2 and found["ceilings"]["device"] == "NVIDIA H200"
+    passes = [(made["phase"], made["batch"], made["length"]) for made in found["plans"]]
+    assert passes == [("prefill", 1, 32), ("decode", 1, 64), ("prefill", 4, 32), ("decode", 4, 64)]
+    decode = found["plans"][3]
+    (qkv,) = [step for step in decode["steps"] if step["step"] == "qkv"]
+    assert (qkv["op"], qkv["case"], qkv["count"]) == ("matmul", "m=4,n=3072,k=4096,dtype=bf16", 36) and qkv["exists"]
+    assert qkv["flops"] == 2 * 4 * 3072 * 4096 and qkv["reads"] == 2 * (4 * 4096 + 3072 * 4096)
+    assert decode["total"]["ms"] == pytest.approx(sum(step["count"] * step["ms"] for step in decode["steps"]))
+    assert decode["total"]["tokens_per_s"] == pytest.approx(4e3 / decode["total"]["ms"])
+    said = run(*words)
+    ideal = f"ideal: {decode['total']['tokens_per_s']:,.0f} tokens/s"
+    for text in (
+        "Qwen3-8B in bf16 on one of 2 GPUs, at the ceilings measured on NVIDIA H200", "prefill: 1 prompt of 32 tokens",
+        "decode: 4 sequences with a context of 64 tokens", "attention_decode *", "m=4,n=3072,k=4096", ideal,
+        "* not yet an op", "links between GPUs",
+    ):  # fmt: skip
+        assert text in said, text
+
+
+def test_plan_takes_a_config_of_ones_own(tmp_path):
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "vocab_size": 100}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = run_json("plan", str(tmp_path), "--batch", "1", "--device", "h200")["plans"]
+    assert {step["case"] for step in made[1]["steps"] if step["step"] == "down"} == {"m=1,n=64,k=96,dtype=bf16"}
+
+
 def test_check_counts_cases():
     rows = run_json("check", "softmax", "--backend", "numba")["rows"]
     assert len(rows) == len(REGISTRY["softmax"].cases["test"]) and all(r["status"] == "pass" for r in rows)
@@ -131,6 +161,11 @@ def test_cache_shows_and_clears(monkeypatch, tmp_path):
         (("check", "matmul", "--case", "m=3"), "needs n, k, got 'm=3'"),
         (("check", "silu_mul", "--case", "m=3,n=8,packed=yes"), "packed must be True or False, got 'yes'"),
         (("check", "--shapes", "llama-9000b"), "--shapes must be one of llama-8b, .*, got 'llama-9000b'"),
+        (("plan", "gpt-17"), "a model must be one of deepseek-v2-lite, .*, or a config.json, got 'gpt-17'"),
+        (("plan", "llama-8b", "--tp", "7"), "Llama-3.1-8B: attention heads of 32 cannot be shared by 7 ranks"),
+        (("plan", "llama-8b", "--batch", "1,x"), "--batch must be whole numbers from 1 on, .*, got '1,x'"),
+        (("plan", "llama-8b", "--batch", "0"), "--batch must be whole numbers from 1 on, .*, got '0'"),
+        (("plan", "llama-8b", "--device", "abacus"), "--device must be here or one of nvidia_h200, got 'abacus'"),
         (("bench", "--shapes", "quick", "--case", "m=3,n=4"), "--case and --shapes exclude each other"),
         (("bench", "--peers", "cublast"), "--peers must be all, none, or some of torch, .*, got 'cublast'"),
         (("bench", "--peers", "none,torch"), "--peers none stands alone, got none,torch"),

@@ -66,11 +66,10 @@ def test_what_decides_the_code_is_in_the_key(folder, builds, change):
     assert len(builds) == len(list(folder.iterdir())) == 2
 
 
-def test_header_and_compiler_are_in_the_key(folder, builds, monkeypatch, tmp_path):
+def test_headers_and_compiler_are_in_the_key(folder, builds, monkeypatch):
     compiled()
-    header = tmp_path / "tilery.cuh"
-    header.write_text(cuda_glue._HEADER.read_text() + "\n// changed\n")
-    monkeypatch.setattr(cuda_glue, "_HEADER", header)
+    changed = cuda_glue._HEADERS["tilery.cuh"] + "\n// changed\n"
+    monkeypatch.setitem(cuda_glue._HEADERS, "tilery.cuh", changed)
     compiled()
     monkeypatch.setattr(cuda_glue, "_compiler", lambda: [99, 0])
     compiled()

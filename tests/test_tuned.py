@@ -1,18 +1,24 @@
-"""Tuned configs: shipped, the user's over them; nearest larger; refused again; stale; corrupt."""
+"""Tuned configs: shipped, the user's over them; nearest larger; refused again; stale; corrupt; written."""
 
 import dataclasses
+import errno
 import json
+import os
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
 
 import tilery
-from tilery import device, settings, tuned
-from tilery.errors import BadTunedFile
+from tilery import device, settings, tuned, tuned_files
+from tilery.errors import BadTunedFile, NotWritten
 from tilery.ops import matmul
 from tilery.spec import Bucket, TensorSpec
 
 K, N, M = 256, 8192, 4096
+SLUG = device.slug(torch.device("cpu"))
 B = TensorSpec.contiguous((K, N), torch.float32, "cpu")
 
 
@@ -32,7 +38,7 @@ def entry(config, m=M, ms=1.0, exact=BUCKET.exact, kernel="numba", **more):
         "spills": None,
         "roof": 0.5,
     }
-    stamp = {"versions": {}, "device": "CPU", "when": "2026-01-01T00:00:00Z"}
+    stamp = {"versions": {}, "device": "CPU", "when": "2026-01-01T00:00:00Z", "rank": 0, "origin": "", "case": None}
     return {"kernel": kernel, "exact": exact, "scaled": {"m": m}, "config": config, "ms": ms, **blank, **stamp, **more}
 
 
@@ -41,9 +47,9 @@ def store(tmp_path):
     """Writes the user's file for this CPU."""
 
     def write(text):
-        path = tmp_path / "matmul" / f"{device.slug(torch.device('cpu'))}.json"
+        path = tmp_path / "matmul" / f"{SLUG}.json"
         path.parent.mkdir(exist_ok=True)
-        document = {"schema": 1, "op": "matmul", "device": "CPU", "entries": text}
+        document = {"schema": 1, "op": "matmul", "device": SLUG, "entries": text}
         data = text if isinstance(text, str | bytes) else json.dumps(document, indent=1)
         path.write_bytes(data if isinstance(data, bytes) else data.encode())
         tuned.reload()
@@ -52,6 +58,9 @@ def store(tmp_path):
     with settings.override(config_dir=tmp_path):
         yield write
     tuned.reload()
+
+
+HEAD = f'{{"schema": 1, "op": "matmul", "device": "{SLUG}", "entries": ['
 
 
 def configs():
@@ -98,7 +107,7 @@ def test_the_fastest_in_the_bucket_wins_unless_it_refuses(store, monkeypatch):
 def test_stale_entries_are_used_and_said(store):
     store([entry(dataclasses.asdict(configs()[0]), versions={"numba": "0.1.0"})])
     assert plan().source.startswith("tuned (stale: numba 0.1.0, now ")
-    store([entry(dataclasses.asdict(configs()[0]), versions={"tilery": "0.0.1", "driver": "580"})])
+    store([entry(dataclasses.asdict(configs()[0]), versions={"tilery": "0.0.1", "warp_drive": "580"})])
     assert plan().source == f"tuned (stale: tilery 0.0.1, now {tilery.__version__})"
 
 
@@ -106,10 +115,19 @@ def test_stale_entries_are_used_and_said(store):
     ("text", "message"),
     [
         ('{"schema": 1,\n "entries": [\n  nonsense]}', r"\.json:3: Expecting value; mend it or move it away"),
-        (b"\xff\xfe", r"\.json:1: .*can't decode"),
-        ('{"schema": 99, "entries": []}', r'\.json:1: expected {"schema": 1'),
+        ('{"schema": 1, "schema": 1}', r"\.json:1: the field 'schema' stands twice; mend it"),
+        ("[]", r'\.json:1: expected {"schema": 1.*, got list'),
+        ('{"schema": 1, "op": "matmul", "device": "x", "notes": 1}', r"lacks \['entries'\], has unknown \['notes'\]"),
+        ('{"schema": 1, "op": "matmul", "device": "x", "entries": 1}', r"\.json:1: entries must be list, got 1"),
         (
-            '{"schema": 1, "entries": [\n{"kernel": "numba"},\n{"config": {}}]}',
+            '{"schema": 1, "op": "matmul", "device": "nvidia_h100", "entries": []}',
+            rf"expected the entries of matmul on {SLUG}, got those of matmul on nvidia_h100; .*configs import",
+        ),
+        (HEAD.replace("matmul", "softmax") + "]}", r"\.json:1: expected .* got those of softmax on"),
+        (b"\xff\xfe", r"\.json:1: .*can't decode"),
+        ('{"schema": 99, "entries": []}', r'\.json:1: expected {"schema": 1.*, got schema 99'),
+        (
+            HEAD + '\n{"kernel": "numba"},\n{"config": {}}]}',
             r"\.json:2: entry lacks \['bit_identical'",
         ),
     ],
@@ -125,8 +143,13 @@ def test_a_corrupt_file_is_an_error_with_its_line_and_stays(store, text, message
     ("wrong", "message"),
     [
         ({"scaled": 5}, "scaled must be dict, got 5"),
-        ({"scaled": {"m": "64"}}, "scaled m must be a number, got '64'"),
+        ({"scaled": {"m": "64"}}, "scaled m must be a whole number, got '64'"),
         ({"ms": None}, "ms must be a number, got None"),
+        ({"interval": 5}, "interval must be list, got 5"),
+        ({"interval": [1.0]}, r"interval must be \[low, high\], got \[1.0\]"),
+        ({"bit_identical": 1}, "bit_identical must be true or false, got 1"),
+        ({"registers": True}, "registers must be a whole number or null, got True"),
+        ({"kernel": "warp_drive"}, "matmul has no kernel 'warp_drive', it has "),
         ({"versions": None}, "versions must be dict, got None"),
         ({"config": "fast"}, "config must be dict, got 'fast'"),
     ],
@@ -139,7 +162,7 @@ def test_a_value_of_the_wrong_kind_is_named(store, wrong, message):
 
 def test_the_line_is_that_of_the_bad_entry(store):
     good = json.dumps(entry(dataclasses.asdict(configs()[0])))
-    store('{"schema": 1, "entries": [\n' + good + ",\n\n" + '{"kernel": 1}\n]}')
+    store(HEAD + "\n" + good + ",\n\n" + '{"kernel": 1}\n]}')
     with pytest.raises(BadTunedFile, match=r"\.json:4: entry lacks"):
         plan()
 
@@ -150,7 +173,165 @@ def test_an_unknown_config_field_is_named(store):
         plan()
 
 
+@pytest.mark.parametrize("wrong", ["big", 1.5, True, None])
+def test_a_config_value_of_the_wrong_kind_is_named(store, wrong):
+    store([entry(dataclasses.asdict(configs()[0]) | {"tile_m": wrong})])
+    with pytest.raises(BadTunedFile, match=r"\.json:\d+: numba has no config .*tile_m must be int, got "):
+        plan()
+
+
+def test_rank_goes_before_time(store):
+    first, second = configs()[:2]
+    store([entry(dataclasses.asdict(first), ms=1.0, rank=1), entry(dataclasses.asdict(second), ms=1.001, rank=0)])
+    assert plan().config == second
+
+
+def test_an_entry_beyond_the_kernels_limits_is_refused_by_name_and_the_next_is_taken(store, capsys):
+    good, bad = dataclasses.asdict(configs()[0]), dataclasses.asdict(configs()[0]) | {"tile_m": 7}
+    path = store([entry(bad), entry(good, rank=1)])
+    with settings.override(explain=True):
+        made = plan()
+    assert (made.config, made.source) == (configs()[0], "tuned")
+    said = capsys.readouterr().err
+    assert "numba as tuned in " in said and f"{path}:" in said and "refused: tile of 7 x " in said
+    store([entry(bad)])
+    assert plan().source == "default" and any("tile of 7 x" in why for why in plan().refusals.values())
+
+
 def test_nearest_wants_every_scaled_value_no_smaller():
     entries = [tuned.Entry(**entry({}, m=8) | {"scaled": {"m": 8, "s": 4}})]
     assert tuned.nearest(entries, Bucket(BUCKET.exact, {"m": 8, "s": 4})) == entries
     assert tuned.nearest(entries, Bucket(BUCKET.exact, {"m": 8, "s": 5})) == []
+
+
+# Written
+
+
+def made(config, **more):
+    return tuned.Entry(**entry(config, **more))
+
+
+def held(path):
+    return [(e["kernel"], e["scaled"]["m"], e["ms"]) for e in json.loads(path.read_text())["entries"]]
+
+
+def test_what_is_written_is_used_at_once_and_others_are_kept(tmp_path):
+    one, two = configs()[:2]
+    with settings.override(config_dir=tmp_path):
+        assert plan().source == "default"
+        path = tuned.write(matmul, SLUG, [made(one), made(dataclasses.asdict(two), ms=2.0, rank=1)])
+        assert path == tmp_path / "matmul" / f"{SLUG}.json" and (plan().config, plan().source) == (one, "tuned")
+        tuned.write(matmul, SLUG, [made(two, m=2 * M, ms=7.0)])
+        assert held(path) == [("numba", M, 1.0), ("numba", M, 2.0), ("numba", 2 * M, 7.0)]
+        tuned.write(matmul, SLUG, [made(two, ms=3.0)])  # the whole bucket is replaced, its runner-up too
+        assert held(path) == [("numba", M, 3.0), ("numba", 2 * M, 7.0)] and plan().config == two
+        assert tuned.read(path, matmul)[1].line == 3
+    tuned.reload()
+
+
+def test_the_same_entries_give_the_same_file_in_any_order(tmp_path):
+    entries = [made(configs()[0], m=m, ms=float(m), rank=rank) for m in (1, 2) for rank in (0, 1)]
+    one, two = (tuned.write(matmul, SLUG, es, tmp_path / n) for n, es in (("a", entries), ("b", entries[::-1])))
+    assert one.read_bytes() == two.read_bytes() and one.read_text().count("\n") == 6
+
+
+def test_a_corrupt_file_is_not_written_over(store):
+    path = store("{")
+    with pytest.raises(BadTunedFile, match=r"\.json:1: "):
+        tuned.write(matmul, SLUG, [made(configs()[0])])
+    assert path.read_text() == "{"
+
+
+def test_an_entry_that_could_not_be_read_is_not_written(tmp_path):
+    with pytest.raises(BadTunedFile, match="roof must be a number, got None"):
+        tuned.write(matmul, SLUG, [made(configs()[0], roof=None)], tmp_path)
+    assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_full_disk_is_said_and_the_old_file_stays_whole(tmp_path, monkeypatch, step):
+    path = tuned.write(matmul, SLUG, [made(configs()[0])], tmp_path)
+    before = path.read_bytes()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, step, full)
+    with pytest.raises(
+        NotWritten, match=rf"{SLUG}\.json cannot be written: No space left on device; what it held is as"
+    ):
+        tuned.write(matmul, SLUG, [made(configs()[1])], tmp_path)
+    assert path.read_bytes() == before and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_an_unwritable_folder_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotWritten, match=r"cannot be written: .*name another place"):
+        tuned.write(matmul, SLUG, [made(configs()[0])], tmp_path / "file")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(NotWritten, match="Permission denied"):
+        tuned.write(matmul, SLUG, [made(configs()[0])], tmp_path)
+
+
+def test_a_lock_that_is_not_given_back_is_said(tmp_path, monkeypatch):
+    path = tuned.write(matmul, SLUG, [made(configs()[0])], tmp_path)
+    monkeypatch.setattr(tuned_files, "_WAIT_S", 0.05)
+    script = (
+        "import sys, filelock; held = filelock.FileLock(sys.argv[1]); held.acquire(); print(1, flush=True); input()"
+    )
+    lock = str(path.with_name(f".{path.name}.lock"))
+    with subprocess.Popen([sys.executable, "-c", script, lock], stdin=-1, stdout=-1) as other:
+        other.stdout.readline()
+        with pytest.raises(NotWritten, match="another process holds its lock"):
+            tuned.write(matmul, SLUG, [made(configs()[1])], tmp_path)
+        other.communicate(b"\n")
+    tuned.write(matmul, SLUG, [made(configs()[1])], tmp_path)
+
+
+def test_two_writers_of_one_file_both_survive(tmp_path):
+    def writes(first):
+        for m in range(first, 100, 2):
+            tuned.write(matmul, SLUG, [made(configs()[0], m=m)], tmp_path)
+
+    threads = [threading.Thread(target=writes, args=(first,)) for first in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    path = tmp_path / "matmul" / f"{SLUG}.json"
+    assert [m for _, m, _ in held(path)] == list(range(100)) and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_candidates_are_kept_by_origin_and_bucket(tmp_path):
+    one, two = configs()[:2]
+    with settings.override(config_dir=tmp_path):
+        assert tuned.candidates(matmul, SLUG) == []
+        tuned.write_candidates(matmul, SLUG, [made(one, origin="H100")])
+        tuned.write_candidates(matmul, SLUG, [made(one, origin="H20"), made(two, origin="H100")])
+        found = tuned.candidates(matmul, SLUG)
+        assert plan().source == "default"  # a candidate is not an entry
+    fields = [(dataclasses.asdict(two), "H100"), (dataclasses.asdict(one), "H20")]
+    assert found == [(BUCKET.exact, {"m": M}, "numba", config, origin) for config, origin in fields]
+
+
+def test_the_stamp_says_what_is_here_and_is_not_stale():
+    stamp = tuned.versions("numba", torch.device("cpu"))
+    assert set(stamp) == {"tilery", "torch", "numba"} and stamp["tilery"] == tilery.__version__
+    assert tuned.source(made({}, versions=stamp)) == "tuned"
+    assert tuned.stale(made({}, versions=stamp | {"torch": "1.0"})) == [f"torch 1.0, now {torch.__version__}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6 22:20:39 UTC 2023\n", "535.54.03"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\n", "580.82.07"),
+        ("something else\n", None),
+    ],
+)
+def test_the_driver_is_read_from_what_its_module_says(text, version):
+    assert tuned._driver_in(text) == version

@@ -8,19 +8,22 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from tilery import errors as errors
+    from tilery import tuning as tuning
     from tilery.dispatch import explain_dispatch as explain_dispatch
     from tilery.ops import *  # noqa: F403
+    from tilery.tuning import tune as tune
 
 # Imported on first use, so that `tilery --help` does not wait for torch. An op is its folder.
-_PUBLIC = {"explain_dispatch": "tilery.dispatch", "linear": "tilery.ops"} | {
+_MODULES = ("errors", "tuning")
+_PUBLIC = {"explain_dispatch": "tilery.dispatch", "linear": "tilery.ops", "tune": "tilery.tuning"} | {
     folder.parent.name: "tilery.ops" for folder in sorted((Path(__file__).parent / "ops").glob("*/__init__.py"))
 }
-__all__ = ["__version__", "errors", *_PUBLIC]
+__all__ = ["__version__", *_MODULES, *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return import_module("tilery.errors")
+    if name in _MODULES:
+        return import_module(f"tilery.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'tilery' has no attribute {name!r}")
     value = getattr(import_module(_PUBLIC[name]), name)

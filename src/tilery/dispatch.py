@@ -183,6 +183,10 @@ settings.on_change(drop_plans)
 tuned.on_change(drop_plans)
 
 
+# Asked with (op, arguments, backend, config) before a new plan is decided: `tilery.tuning` tunes what is not yet tuned.
+before_plan: Callable[["Op", tuple[Any, ...], str | None, Any], None] | None = None
+
+
 # Policy
 
 
@@ -236,7 +240,7 @@ def decide(op: "Op", specs: tuple[Any, ...], backend: str | None, config: Any) -
         for name in asked:
             able(name)
     where = next(s.device for s in specs if isinstance(s, TensorSpec))
-    entry = tuned.best(op, specs, asked, able, device.slug(where)) if config is None else None
+    entry = tuned.best(op, specs, asked, able, device.slug(where), refusals) if config is None else None
     chosen = entry.kernel if entry is not None else next(filter(able, asked), None)
     if chosen is None:
         reasons = "".join(f"\n  {name}: {why}" for name, why in refusals.items())
@@ -244,7 +248,7 @@ def decide(op: "Op", specs: tuple[Any, ...], backend: str | None, config: Any) -
         raise NoBackend(f"{op.name}: no kernel takes ({given}):{reasons}")
     kernel, source = load_kernel(op, chosen), "explicit"
     if entry is not None:
-        config, source = entry.config, entry.source
+        config, source = entry.config, tuned.source(entry)
     elif config is None:
         config, source = kernel.default(*specs), "default"
     workspace = kernel.workspace(*specs, config=config) if hasattr(kernel, "workspace") else ()

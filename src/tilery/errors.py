@@ -33,6 +33,10 @@ class BadTunedFile(TileryError, ValueError):
     """A tuned-config file cannot be read; the message names the file and the line."""
 
 
+class NotWritten(TileryError, RuntimeError):
+    """A file cannot be written; the message names it and says why, and what it held is as it was."""
+
+
 class BadStore(TileryError, RuntimeError):
     """The store of runs cannot be read; the message names the file, which stays as it is."""
 

@@ -105,6 +105,8 @@ class Op:
             held = self.plans.get(key)
         except TypeError:  # a backend or config that cannot be hashed is none of ours: `plan` names it
             return self.plan(self.specs(args), backend, config)(args, out)
+        if held is None and dispatch.before_plan is not None:
+            dispatch.before_plan(self, args, backend, config)
         plan = held or self.plans.make(key, lambda: self.plan(self.specs(args), backend, config))
         if backend is None and config is None and (takes := self._guard(args)) is not None:
             self.plans.promote(key, plan, takes)
@@ -265,6 +267,8 @@ class Op:
         args = self.bind(self.complete(args, {}))
         specs = self.specs(args)
         key = (None, None, specs)
+        if dispatch.before_plan is not None and self.plans.get(key) is None:
+            dispatch.before_plan(self, args, None, None)
         return (self.plans.get(key) or self.plans.make(key, lambda: self.plan(specs)))(args, None)
 
     def fake(self, *args: Any) -> Any:

@@ -80,6 +80,14 @@ class Cost(NamedTuple):
         return self.reads + self.writes
 
 
+class Work(NamedTuple):
+    """What a kernel does with a config, as its `estimate` says: so many blocks, and what one of them does."""
+
+    blocks: int
+    flops: int
+    bytes: int  # read and written by a block, wherever they come from
+
+
 class Bucket(NamedTuple):
     exact: str  # must be the same for a tuned config to carry over
     scaled: dict[str, int]  # may grow up to the next tuned value

@@ -1,67 +1,25 @@
-"""Tuned configs, the read side: shipped beside the op, the user's over them. JSON, never code.
-
-One file per op and device: {"schema": 1, "op": ..., "device": ..., "entries": [Entry, ...]}.
-"""
+"""Tuned configs: which is used for a problem, and what is kept. Shipped beside the op, the user's over them."""
 
 import dataclasses
 import functools
-import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 
 import tilery
-from tilery import backends, settings
+from tilery import backends, settings, tuned_files
 from tilery.errors import BadTunedFile
 from tilery.spec import Bucket
+from tilery.tuned_files import MEND
+from tilery.tuned_files import Entry as Entry
 
 if TYPE_CHECKING:
     from tilery.op import Op
 
-SCHEMA = 1
-_MEND = "mend it or move it away"
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One measured winner, with its evidence."""
-
-    kernel: str
-    exact: str  # the op's bucket: must be the same
-    scaled: dict[str, int]  # may be larger than the problem
-    config: Any  # a dict in the file, the kernel's Config once chosen
-    ms: float  # median
-    interval: list[float]  # 95 % of the median, ms
-    error: float  # against float64
-    bit_identical: bool  # two runs gave the same bits
-    registers: int | None
-    spills: int | None
-    roof: float  # share of the roofline reached
-    versions: dict[str, str]  # driver, CUDA, language, tilery
-    device: str
-    when: str
-    line: int = 0  # of the file, for errors; not in it
-
-    @property
-    def source(self) -> str:
-        stale = [
-            f"{package} {then}, now {now}"
-            for package, then in self.versions.items()
-            if (now := _version(package)) is not None and now != then
-        ]
-        return f"tuned (stale: {'; '.join(stale)})" if stale else "tuned"
-
-
-def _version(package: str) -> str | None:
-    """The version now of what an entry names; None for what cannot be asked without a driver."""
-    known = {"tilery": tilery.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
-    lang = backends.LANGUAGES.get(package)
-    return backends.version(lang) if lang else known.get(package)
-
-
-_FIELDS = {f.name for f in dataclasses.fields(Entry)} - {"line"}
+Imported = tuple[str, dict[str, int], str, dict[str, Any], str]  # exact, scaled, kernel, config, origin
 _listeners: list[Callable[[], None]] = []
 
 
@@ -76,59 +34,93 @@ def reload() -> None:
         listener()
 
 
+# Versions
+
+
+def versions(kernel: str, where: torch.device) -> dict[str, str]:
+    """What an entry is stamped with: a change of any makes it stale."""
+    names = ["tilery", "torch", backends.language(kernel).name]
+    names += ["cuda_runtime", "driver"] if where.type == "cuda" else []
+    return {name: now for name in names if (now := _version(name)) is not None}
+
+
+def stale(entry: Entry) -> list[str]:
+    """What has another version than when it was measured."""
+    return [
+        f"{package} {then}, now {now}"
+        for package, then in entry.versions.items()
+        if (now := _version(package)) is not None and now != then
+    ]
+
+
+def source(entry: Entry) -> str:
+    changed = stale(entry)
+    return f"tuned (stale: {'; '.join(changed)})" if changed else "tuned"
+
+
+def _version(package: str) -> str | None:
+    """The version now of what an entry names; None for what is not here."""
+    known = {"tilery": tilery.__version__, "torch": torch.__version__, "cuda_runtime": torch.version.cuda}
+    lang = backends.LANGUAGES.get(package)
+    return backends.version(lang) if lang else _driver() if package == "driver" else known.get(package)
+
+
+@functools.cache
+def _driver() -> str | None:
+    told = Path("/proc/driver/nvidia/version")  # asked without waking a GPU
+    return _driver_in(told.read_text()) if told.exists() else None
+
+
+def _driver_in(text: str) -> str | None:
+    """It says "Kernel Module  535.54.03" or, of an open one, "Kernel Module for x86_64  580.82.07"."""
+    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
+    return match.group(1) if match else None
+
+
+# Reading
+
+
 def folders(op: "Op") -> list[Path]:
     """Where an op's files are, the strongest first."""
     return [settings.get().config_dir / op.name, op.folder / "tuned"]
 
 
+def read(path: Path, op: "Op") -> tuple[Entry, ...]:
+    """The entries of an op's file, each of a kernel that the op has."""
+    return _read(path, op)
+
+
 @functools.lru_cache(maxsize=256)
-def _read(path: Path) -> tuple[Entry, ...]:
-    if not path.exists():
-        return ()
+def _read(path: Path, op: "Op") -> tuple[Entry, ...]:
+    found = tuned_files.read(path, op.name)
+    for entry in found:
+        require_kernel(op, entry, path)
+    return found
+
+
+def require_kernel(op: "Op", entry: Entry, path: Path) -> None:
+    if entry.kernel not in op.kernels:
+        known = f"it has {', '.join(op.kernels)}"
+        raise BadTunedFile(f"{path}:{entry.line}: {op.name} has no kernel {entry.kernel!r}, {known}; {MEND}")
+
+
+def config_of(op: "Op", entry: Entry, path: Path) -> Any:
+    """The kernel's Config of an entry's fields."""
+    kind = op.kernel(entry.kernel).Config
+    hints = get_type_hints(kind)
     try:
-        text = path.read_text(encoding="utf-8")
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise BadTunedFile(f"{path}:{error.lineno}: {error.msg}; {_MEND}") from None
-    except (UnicodeDecodeError, OSError) as error:
-        raise BadTunedFile(f"{path}:1: {error}; {_MEND}") from None
-    if (
-        not isinstance(document, dict)
-        or document.get("schema") != SCHEMA
-        or not isinstance(document.get("entries"), list)
-    ):
-        raise BadTunedFile(f'{path}:1: expected {{"schema": {SCHEMA}, "entries": [...]}}; {_MEND}')
-    lines = [_line_of(text, i) for i in range(len(document["entries"]))]
-    return tuple(_entry(found, f"{path}:{line}", line) for found, line in zip(document["entries"], lines))
-
-
-def _entry(found: Any, where: str, line: int) -> Entry:
-    given = set(found) if isinstance(found, dict) else set()
-    if given != _FIELDS:
-        missing, unknown = sorted(_FIELDS - given), sorted(given - _FIELDS)
-        raise BadTunedFile(f"{where}: entry lacks {missing}, has unknown {unknown}; {_MEND}")
-    for name, kind in (("kernel", str), ("exact", str), ("scaled", dict), ("config", dict), ("versions", dict)):
-        if not isinstance(found[name], kind):
-            raise BadTunedFile(f"{where}: {name} must be {kind.__name__}, got {found[name]!r}; {_MEND}")
-    for name, value in (("ms", found["ms"]), *((f"scaled {k}", v) for k, v in found["scaled"].items())):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise BadTunedFile(f"{where}: {name} must be a number, got {value!r}; {_MEND}")
-    return Entry(**found, line=line)
-
-
-def _line_of(text: str, index: int) -> int:
-    """The line on which the index-th entry starts."""
-    decoder, at = json.JSONDecoder(), text.index("[", text.index('"entries"')) + 1
-    for step in range(index + 1):
-        while text[at] in " \n\r\t,":
-            at += 1
-        if step < index:
-            _, at = decoder.raw_decode(text, at)
-    return text.count("\n", 0, at) + 1
+        made = kind(**entry.config)
+        for name, value in entry.config.items():
+            if isinstance(hints[name], type) and type(value) is not hints[name]:
+                raise TypeError(f"{name} must be {hints[name].__name__}, got {value!r}")
+    except (TypeError, ValueError) as error:
+        what = f"{entry.kernel} has no config {entry.config}: {error}"
+        raise BadTunedFile(f"{path}:{entry.line}: {what}; {MEND}") from None
+    return made
 
 
 def nearest(entries: Iterable[Entry], want: Bucket) -> list[Entry]:
-    """Entries of the smallest bucket with the same exact part and no scaled value below the wanted, fastest first."""
+    """Entries of the smallest bucket with the same exact part and no scaled value below the wanted, best first."""
     fits = [
         e for e in entries if e.exact == want.exact and all(e.scaled.get(k, -1) >= v for k, v in want.scaled.items())
     ]
@@ -137,26 +129,61 @@ def nearest(entries: Iterable[Entry], want: Bucket) -> list[Entry]:
         return sum(e.scaled[k] / max(v, 1) for k, v in want.scaled.items())
 
     least = min(map(distance, fits), default=0.0)
-    return sorted((e for e in fits if distance(e) == least), key=lambda e: (e.ms, e.kernel))
+    return sorted((e for e in fits if distance(e) == least), key=lambda e: (e.rank, e.ms, e.kernel))
 
 
 def best(
-    op: "Op", specs: tuple[Any, ...], kernels: tuple[str, ...], able: Callable[[str], bool], slug: str
+    op: "Op",
+    specs: tuple[Any, ...],
+    kernels: tuple[str, ...],
+    able: Callable[[str], bool],
+    slug: str,
+    refusals: dict[str, str | None],
 ) -> Entry | None:
-    """The fastest tuned entry among these kernels, its config made and asked again: strides may not bear it."""
+    """The best tuned entry among these kernels, its config made and asked again: strides may not bear it.
+
+    An entry that its kernel refuses is named in `refusals`, and the next one is asked.
+    """
     from tilery import dispatch
 
     want = op.bucket(*specs)
     for folder in folders(op):
         path = folder / f"{slug}.json"
-        for entry in nearest((e for e in _read(path) if e.kernel in kernels), want):
+        for entry in nearest((e for e in read(path, op) if e.kernel in kernels), want):
             if not able(entry.kernel):
                 continue
-            try:
-                config = op.kernel(entry.kernel).Config(**entry.config)
-            except TypeError as error:
-                what = f"{entry.kernel} has no config {entry.config}: {error}"
-                raise BadTunedFile(f"{path}:{entry.line}: {what}; {_MEND}") from None
-            if dispatch.problem_refusal(op, entry.kernel, specs, config) is None:
+            config = config_of(op, entry, path)
+            why = dispatch.problem_refusal(op, entry.kernel, specs, config)
+            if why is None:
                 return dataclasses.replace(entry, config=config)
+            refusals[f"{entry.kernel} as tuned in {path}:{entry.line}"] = why
     return None
+
+
+def candidates(op: "Op", slug: str) -> list[Imported]:
+    """Configs tuned on other devices, for the tuner to try on this one."""
+    path = candidates_folder() / op.name / f"{slug}.json"
+    return [(e.exact, e.scaled, e.kernel, e.config, e.origin) for e in read(path, op)]
+
+
+def candidates_folder() -> Path:
+    return settings.get().config_dir / "candidates"
+
+
+# Writing
+
+
+def write(op: "Op", slug: str, entries: Iterable[Entry], folder: Path | None = None) -> Path:
+    """Keeps these entries in the user's folder, or in `folder`: all that was there of their buckets is replaced."""
+    path = (folder or settings.get().config_dir) / op.name / f"{slug}.json"
+    tuned_files.merge(path, op.name, entries)
+    reload()
+    return path
+
+
+def write_candidates(op: "Op", slug: str, entries: Iterable[Entry]) -> Path:
+    """Keeps them for the tuner: those of the same device and bucket are replaced."""
+    path = candidates_folder() / op.name / f"{slug}.json"
+    tuned_files.merge(path, op.name, entries, same=lambda e: (e.origin, e.bucket))
+    reload()
+    return path

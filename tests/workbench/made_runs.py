@@ -75,5 +75,34 @@ def put_cpu(store, name="20260102-120000-bbbbbb"):
     return put(store, rows, name, gpu=None, arch="cpu")
 
 
+def candidate(kernel, config, ms=None, case="m=64,n=4096,k=4096,dtype=bf16", reference_ms=0.06, **more):
+    """A row of a tune: with a time, or with the status and the reason that it has none."""
+    if ms is None:
+        return Row("matmul", kernel, case, config=config, device=GPU, stage="tune", **more)
+    row = timed("matmul", kernel, case, ms, reference_ms, config=config, stage="tune", inputs="", **more)
+    row.ratio, row.ratio_low, row.ratio_high = None, None, None  # there is no torch beside it
+    row.against = tuple(reference_ms * w for w in WOBBLE)
+    return row
+
+
+def tune_rows():
+    """Nine candidates of one matmul: five right, one wrong, one that does not build, one pruned, one refused."""
+    return [
+        candidate("triton", "Config(block_m=64, warps=4)", 0.06, default=True),
+        candidate("triton", "Config(block_m=128, warps=4)", 0.05),
+        candidate("triton", "Config(block_m=128, warps=8)", 0.04, rank=0),
+        candidate("triton", "Config(block_m=256, warps=8)", status="fail", reason=f"wrong: {NASTY}"),
+        candidate("triton", "Config(block_m=256, warps=4)", status="fail", reason="spills: 64 bytes"),
+        candidate("cuda.wide", "Config(stages=2)", 0.055, default=True, rank=1),
+        candidate("cuda.wide", "Config(stages=3)", 0.08),
+        candidate("cuda.wide", "Config(stages=9)", status="skipped", reason="pruned: modelled 3.1 × the best"),
+        candidate("gluon", "", status="refused", reason="wgmma takes bf16, got fp32"),
+    ]
+
+
+def put_tune(store, name="20260103-120000-cccccc", rows=None):
+    return put(store, rows if rows is not None else tune_rows(), name)
+
+
 def median_ratio(ours, theirs):
     return statistics.median(b / a for a, b in zip(ours, theirs))

@@ -6,7 +6,7 @@ import re
 import sys
 
 import pytest
-from made_runs import CPU, GPU, cell, gpu_rows, put, put_cpu, put_gpu
+from made_runs import CPU, GPU, cell, gpu_rows, put, put_cpu, put_gpu, put_tune, tune_rows
 from typer.testing import CliRunner
 
 from tilery import settings
@@ -48,7 +48,7 @@ def marks(axes, colour):
 TRITON = summary.COLOURS["triton"][0]
 
 
-@pytest.mark.parametrize("kind", plot.KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in plot.KINDS if kind != "landscape"])
 def test_every_kind_is_drawn_for_several_devices(store, kind):
     put_gpu(store), put_cpu(store)
     names = ["20260101", "20260102"]
@@ -102,6 +102,28 @@ def test_the_heat_map_says_its_numbers(store, figures):
     assert [text.get_text() for text in figures[0].axes[0].texts] == ["2.00×", "1.25×", "0.80×", "0.020×"]
 
 
+def test_a_landscape_has_every_candidate_in_order_and_marks_winner_and_defaults(store, figures):
+    put_gpu(store), put_tune(store)
+    drawn = picture(store, "landscape", names=["20260101", "20260103"]).decode()
+    (axes,) = figures[0].axes
+    timed = [place for place in marks(axes, TRITON) if place[1] < 0.09]
+    assert timed == [(1, 0.04), (2, 0.05), (4, 0.06)]  # 3 is cuda's
+    crosses = [line for line in axes.lines if line.get_marker() == "x"]
+    assert [line.get_ydata()[0] for line in crosses] == pytest.approx([1.25 * 0.08] * 4)
+    assert [text.get_text() for text in axes.texts] == ["winner", "default", "default"]
+    assert axes.get_title("left") == "matmul  m 64 · n 4096 · k 4096 · bf16"
+    assert picture(store, "landscape", names=["20260103"], op="matmul").decode() == drawn
+    with pytest.raises(BadInput, match=r"--op must be one that was tuned \(matmul\), got 'softmax'"):
+        picture(store, "landscape", names=["20260101", "20260103"], op="softmax")
+
+
+def test_candidates_are_in_no_other_picture(store):
+    put_tune(store, rows=tune_rows())
+    for kind in ("ratio", "roofline", "time", "heat"):
+        with pytest.raises(BadInput, match="must hold timed rows"):
+            picture(store, kind)
+
+
 def test_one_op_alone(store, figures):
     put_gpu(store)
     picture(store, "heat", op="matmul")
@@ -113,7 +135,7 @@ def test_one_op_alone(store, figures):
 @pytest.mark.parametrize("kind", plot.KINDS)
 def test_rows_without_times_make_no_picture(store, kind):
     put(store, [Row("softmax", "triton", "m=16,n=4096,dtype=bf16", "compiled")])
-    with pytest.raises(BadInput, match=f"must hold timed rows for a picture of kind {kind}, got none"):
+    with pytest.raises(BadInput, match=f"must hold (timed rows|candidates of a tune) for a picture of kind {kind}"):
         picture(store, kind)
 
 
@@ -143,7 +165,7 @@ def test_the_verb_writes_a_file_and_says_so(store, tmp_path):
     [
         (("-o", "x.jpeg"), r"--out must end in \.png or \.svg, got 'x\.jpeg'"),
         (("-o", "x"), r"--out must end in \.png or \.svg, got 'x'"),
-        (("--kind", "pie"), "--kind must be one of ratio, roofline, time, heat, got 'pie'"),
+        (("--kind", "pie"), "--kind must be one of ratio, roofline, time, heat, landscape, got 'pie'"),
         (("-o", "/no/such/folder/x.png"), "must lie in a folder that is there"),
         (("--op", "conv"), "--op must be one that was timed"),
     ],

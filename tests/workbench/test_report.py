@@ -10,13 +10,13 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from made_runs import CPU, GPU, NASTY, SASS, cell, gpu_rows, put, put_cpu, put_gpu
+from made_runs import CPU, GPU, NASTY, SASS, candidate, cell, gpu_rows, put, put_cpu, put_gpu, put_tune, tune_rows
 from typer.testing import CliRunner
 
 from tilery import settings
 from tilery.cli import app, main
 from tilery.errors import BadInput, BadStore
-from tilery.workbench import report, summary
+from tilery.workbench import landscape, report, summary
 from tilery.workbench.result import Row
 from tilery.workbench.store import Store, export, import_runs
 
@@ -178,6 +178,76 @@ def test_a_page_of_every_export_that_is_kept_here(store, tmp_path):
         assert data["devices"] and data["peers"][0] == BASE and data["sizes"], file
         assert len(data["rows"]) == sum(len(store.rows(run)) for run in runs)
         assert all(row["intensity"] > 0 for row in data["rows"] if row["timed"]), file
+
+
+# What was tuned
+
+
+def test_a_tune_is_a_landscape_and_in_nothing_else(store, tmp_path):
+    put_gpu(store), put_tune(store)
+    data, alone = page(store, "20260101", "20260103").data, page(store, "20260101").data
+    for part in ("rows", "devices", "sizes", "peers", "code"):
+        assert data[part] == alone[part], part
+    (tune,) = data["tunes"]
+    assert alone["tunes"] == [] and (tune["op"], tune["device"], tune["run"]) == ("matmul", GPU, 1)
+    assert [row["ms"] for row in tune["rows"] if row["timed"]] == [0.04, 0.05, 0.055, 0.06, 0.08]
+    assert len(tune["rows"]) == 9 and tune["fields"] == ["block_m", "warps", "stages"]
+    first, last = tune["rows"][0], tune["rows"][-1]
+    assert first["rank"] == 0 and first["gain"][0] == 1.5 and first["fields"] == {"block_m": 128, "warps": 8}
+    assert last["status"] == "refused" and last["gain"] is None and last["fields"] == {}
+    assert notices(store, "20260101", "20260103") == notices(store, "20260101")  # a wrong candidate is no failure
+    both = summary.document(collected(store, "20260101", "20260103"))["summary"]
+    assert both == summary.document(collected(store, "20260101"))["summary"]
+    assert [row.stage for row in summary.finite_rows(collected(store, "20260103"))] == ["tune"] * 9
+
+
+def test_a_page_of_a_tune_alone(store, tmp_path):
+    put_tune(store)
+    data = page(store).data
+    assert notices(store) == [] and data["title"] == f"Tilery on {GPU}" and data["rows"] == []
+    assert [one["name"] for one in data["languages"]] == ["triton", "gluon", "cuda"]
+    done = CliRunner().invoke(app, ["report", "-o", str(tmp_path / "x.html")])
+    assert done.exit_code == 0 and "9 rows of 1 run in" in done.stdout
+
+
+def test_problems_and_runs_have_landscapes_of_their_own_and_the_last_timing_counts(store):
+    again = candidate("triton", "Config(block_m=64, warps=4)", 0.058, default=True)
+    other = candidate("triton", "Config(block_m=64, warps=4)", 0.1, case="m=1,n=4096,k=4096,dtype=bf16", rank=0)
+    put_tune(store, rows=[*tune_rows(), other, again]), put_tune(store, "20260104-120000-dddddd")
+    found = landscape.landscapes(collected(store, "20260103", "20260104").tunes)
+    assert [(one.run.id[:8], one.case[:4], len(one.found)) for one in found] == [
+        ("20260103", "m=64", 9), ("20260103", "m=1,", 1), ("20260104", "m=64", 9)
+    ]  # fmt: skip
+    default = next(one for one in found[0].timed if one.row.kernel == "triton" and one.row.default)
+    assert (default.row.ms, found[0].winner.row.ms) == (pytest.approx(0.058), 0.04)
+
+
+def test_times_of_another_job_are_brought_to_the_winners(store):
+    """The machine was twice as fast in the second job: its candidate lost by its ratio, whatever its time."""
+    rows = [
+        candidate("triton", "Config(warps=1)", 0.04, rank=0),
+        candidate("triton", "Config(warps=2)", 0.025, reference_ms=0.03),
+        candidate("triton", "Config(warps=4)", 0.07),
+    ]
+    put_tune(store, rows=rows)
+    (tune,) = page(store).data["tunes"]
+    assert [(row["fields"]["warps"], row["ms"]) for row in tune["rows"]] == [(1, 0.04), (2, 0.05), (4, 0.07)]
+    assert tune["rows"][1]["ms_low"] == pytest.approx(0.99 * 0.05) and tune["rows"][1]["gain"][0] == 1.2
+    assert [row.ms for row in summary.finite_rows(collected(store))] == [0.04, 0.025, 0.07]  # as it was measured
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("Config(block_m=64, how='split', fast=True)", {"block_m": 64, "how": "split", "fast": "True"}),
+        ("block_m=64,stages=-1", {"block_m": 64, "stages": -1}),
+        ('{"block_m": 64}', {"block_m": 64}),
+        ("Config()", {}),
+        ("", {}),
+    ],
+)
+def test_the_fields_of_a_config(words, fields):
+    assert landscape.config(Row("matmul", "triton", "", "pass", config=words)) == fields
 
 
 # The verb

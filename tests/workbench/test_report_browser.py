@@ -4,7 +4,7 @@ import os
 import shutil
 
 import pytest
-from made_runs import CPU, GPU, NASTY, SASS, cell, gpu_rows, put, put_cpu, put_gpu
+from made_runs import CPU, GPU, NASTY, SASS, candidate, cell, gpu_rows, put, put_cpu, put_gpu, put_tune
 
 from tilery.workbench import report, summary
 from tilery.workbench.result import Row
@@ -360,6 +360,96 @@ def test_many_cases_and_rows_are_shown_when_asked_for(viewer):
     page.get_by_role("button", name="Show all 100 cases").click()
     page.get_by_role("button", name="Show all 300 rows").click()
     assert page.locator(".bar-card").count() == 100 and row_count(page) == 300
+
+
+def candidates(page):
+    return page.locator(".candidates tbody tr")
+
+
+def test_a_tune_shows_every_candidate_with_winner_default_and_reasons(viewer):
+    page = viewer.open(put_tune)
+    assert page.locator("#rows").is_hidden() and page.locator(".device").count() == 0
+    assert "9 candidates of 1 tuned problem" in page.locator("#lede").inner_text()
+    assert (
+        page.locator(".landscape .chart .mark").count() == 9
+        and page.locator(".landscape .chart .mark.failed").count() == 2
+    )
+    assert sorted(page.locator(".ring-words").all_text_contents()) == ["default", "default", "winner"]
+    said = page.locator(".landscape > .words").inner_text()
+    assert "triton (block_m 128 · warps 8) won with 40.00 µs, 1.50×, 95 % within" in said.replace("\u00a0", " ")
+    first, failed = candidates(page).first.inner_text(), candidates(page).nth(5).inner_text()
+    assert first.split()[:4] == ["winner", "triton", "40.00", "µs"] and NASTY.split(" \u2028")[0] in failed
+    assert candidates(page).count() == 9 and page.locator("img").count() == 0
+    page.locator(".landscape .chart .mark.failed").last.hover()
+    assert "spills: 64 bytes" in page.locator("#tip").inner_text()
+
+
+def test_candidates_stand_higher_the_slower_they_are_and_highest_without_a_time(viewer):
+    page = viewer.open(put_tune)
+    places = page.locator(".landscape .chart .mark").evaluate_all(
+        "marks => marks.map((m) => m.getBoundingClientRect().top)"
+    )
+    timed, others = places[:5], places[5:]
+    assert timed == sorted(timed, reverse=True) and max(others) < min(timed)
+
+
+def test_candidates_stand_along_a_field_of_their_configs(viewer):
+    page = viewer.open(put_tune)
+    page.get_by_label("Along", exact=True).select_option("block_m")
+    ticks = page.locator(".landscape .tick[text-anchor=middle]").all_text_contents()
+    assert ticks == ["64", "128", "256", "none"] and "along=block_m" in page.url
+    other = viewer.visit(page.url)
+    assert other.get_by_label("Along", exact=True).input_value() == "block_m"
+    columns = other.locator(".landscape .chart .mark").evaluate_all(
+        "marks => marks.map((m) => m.getBoundingClientRect().left)"
+    )
+    assert columns[0] < columns[2] and columns[3] < columns[0]  # 128, none, 64
+
+
+def test_filters_narrow_a_landscape_and_marks_lead_to_its_table(viewer):
+    page = viewer.open(put_gpu, put_tune)
+    assert row_count_of_table(page) == ALL and page.locator("#tunes").is_visible()
+    page.get_by_role("button", name="cuda", exact=True).click()
+    assert candidates(page).count() == 3 and page.locator(".landscape .chart .mark").count() == 3
+    assert "triton" in page.locator(".landscape > .words").inner_text()  # who won does not hang on a filter
+    page.locator(".landscape .chart .mark").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == candidates(page).nth(1).get_attribute("id")
+    page.get_by_label("Filter", exact=True).fill("softmax")
+    settled(page, f"{2 * 3} of {ALL} rows")
+    assert page.locator("#tunes").is_hidden()
+
+
+def row_count_of_table(page):
+    return page.locator("#rows tr.line").count()
+
+
+def test_a_tune_of_many_problems_and_candidates_is_shown_when_asked_for(viewer):
+    def many(store):
+        cases = [f"m={m},n=4096,k=4096,dtype=bf16" for m in range(1, 16)]
+        configs = [f"Config(warps={w})" for w in range(1, 31)]
+        rows = [candidate("triton", c, 0.1 + 0.01 * i, case=k) for k in cases for i, c in enumerate(configs)]
+        return put_tune(store, rows=rows)
+
+    page = viewer.open(many)
+    assert page.locator(".landscape").count() == 12 and candidates(page).count() == 12 * 10
+    assert "No candidate won." in page.locator(".landscape").first.inner_text()
+    page.get_by_role("button", name="Show all 15 tuned problems").click()
+    page.get_by_role("button", name="Show all 30 candidates").first.click()
+    assert page.locator(".landscape").count() == 15 and candidates(page).count() == 30 + 14 * 10
+    page.locator(".landscape").nth(1).locator(".chart .mark").last.click()
+    assert candidates(page).count() == 2 * 30 + 13 * 10
+
+
+def test_a_tune_on_a_phone_in_which_nothing_was_right(viewer):
+    page = viewer.open(lambda store: put_tune(store, rows=[candidate("triton", "", status="fail", reason="wrong")]))
+    page.set_viewport_size({"width": 360, "height": 780})
+    page.wait_for_timeout(100)
+    assert overflow(page) == 0 and page.locator(".landscape .chart .mark.failed").count() == 1
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "tunes"
 
 
 def test_it_prints(viewer):

@@ -21,7 +21,7 @@ from tilery.spec import Artifact, TensorSpec
 
 TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
-_HEADER = Path(__file__).with_name("tilery.cuh")
+_HEADERS = {path.name: path.read_text() for path in sorted(Path(__file__).parent.glob("*.cuh"))}
 _OPTIONS = ("--std=c++17", "--generate-line-info")  # line info is for profilers and sanitizers; the code is the same
 _FORMAT = 1  # of a cache entry
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
@@ -37,11 +37,17 @@ class Built(NamedTuple):
 class Kernel:
     """One instance of a template in a .cu file, and how it is launched: blocks and threads in one dimension."""
 
-    def __init__(self, source: Path, name: str, parameters: str, threads: int, shared: int = 0) -> None:
-        """`parameters`: P pointer, q and i integers of 64 and 32 bits, f float; `shared`: bytes of dynamic memory."""
-        self.source, self.name, self.threads, self.shared = source, name, threads, shared
+    def __init__(
+        self, source: Path, name: str, parameters: str, threads: int, shared: int = 0, cluster: int = 1
+    ) -> None:
+        """`parameters`: P pointer, q and i integers of 64 and 32 bits, f float; `shared`: bytes of dynamic memory.
+
+        `cluster`: neighbouring blocks that run at once and see each other's shared memory, from sm_90 on.
+        """
+        self.source, self.name, self.threads, self.shared, self.cluster = source, name, threads, shared, cluster
         self._types = tuple(_PARAMETERS[letter] for letter in parameters)
         self._functions: dict[int, Any] = {}  # device -> the loaded kernel
+        self._resident: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def build(self, arch: str) -> Built:
@@ -58,13 +64,33 @@ class Kernel:
         index = torch._C._cuda_getDevice()
         function = self._functions.get(index) or self._load(index)
         stream = torch._C._cuda_getCurrentRawStream(index)
-        how = function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, (values, self._types), 0
-        (status,) = driver.cuLaunchKernel(*how)
+        status = self._submit(function, blocks, stream, values)
         if status == _NO_CONTEXT:  # this thread's first
             _make_context_current(index)
-            (status,) = driver.cuLaunchKernel(*how)
+            status = self._submit(function, blocks, stream, values)
         if status:
             _raise(status, f"launching {self.name} with {blocks} blocks of {self.threads} threads")
+
+    def resident(self) -> int:
+        """Blocks that run at once on the current device."""
+        index = torch._C._cuda_getDevice()
+        if index not in self._resident:
+            function = self._functions.get(index) or self._load(index)
+            asked = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, self.threads, self.shared)
+            each = _result(asked, f"asking how many blocks of {self.name} a processor runs")
+            self._resident[index] = each * torch.cuda.get_device_properties(index).multi_processor_count
+        return self._resident[index]
+
+    def _submit(self, function: Any, blocks: int, stream: int, values: tuple[Any, ...]) -> Any:
+        arguments = values, self._types
+        if self.cluster == 1:
+            sizes = blocks, 1, 1, self.threads, 1, 1, self.shared
+            return driver.cuLaunchKernel(function, *sizes, stream, arguments, 0)[0]
+        how = driver.CUlaunchConfig()
+        how.gridDimX, how.gridDimY, how.gridDimZ = blocks, 1, 1
+        how.blockDimX, how.blockDimY, how.blockDimZ = self.threads, 1, 1
+        how.sharedMemBytes, how.hStream, how.attrs, how.numAttrs = self.shared, stream, [_clusters_of(self.cluster)], 1
+        return driver.cuLaunchKernelEx(how, function, arguments, 0)[0]
 
     def _load(self, index: int) -> Any:
         """Never unloaded: a captured CUDA graph may hold the kernel longer than we do."""
@@ -81,6 +107,15 @@ class Kernel:
                     _result(asked, f"giving {self.name} {self.shared} bytes of shared memory")
                 self._functions[index] = function
             return self._functions[index]
+
+
+@functools.cache
+def _clusters_of(blocks: int) -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size = attribute.value.clusterDim
+    size.x, size.y, size.z = blocks, 1, 1
+    return attribute
 
 
 def width(tensors: tuple[Any, ...], *steps: int) -> int:
@@ -123,20 +158,19 @@ def _make_context_current(index: int) -> None:
 def compile_source(
     source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...] = (), file: str = "source.cu"
 ) -> Built:
-    """The instances `names` of a source that may include tilery.cuh, from the disk or built now."""
+    """The instances `names` of a source that may include the .cuh files beside this, from the disk or built now."""
     target = arch + "a" if int(arch.removeprefix("sm_")) >= 90 else arch  # wgmma and its successors are in "a" alone
-    header = _HEADER.read_text()
     flags = (
         f"--gpu-architecture={target}",
         *_OPTIONS,
         *options,
         *(f"--include-path={path}" for path in toolkit.includes()),
     )
-    key = hashlib.sha256(json.dumps([_FORMAT, _compiler(), flags, names, header, source]).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([_FORMAT, _compiler(), flags, names, _HEADERS, source]).encode()).hexdigest()
     path = settings.get().cache_dir / "cuda" / f"{Path(file).stem}-{arch}-{key[:32]}"
     found = _read(path)
     if found is None:
-        found = _build(source, header, names, flags, file, arch)
+        found = _build(source, names, flags, file, arch)
         _write(path, found)
     return found
 
@@ -168,10 +202,11 @@ def _write(path: Path, built: Built) -> None:
         warnings.warn(f"{path.parent} cannot keep compiled kernels, each process builds them: {error}", stacklevel=2)
 
 
-def _build(source: str, header: str, names: tuple[str, ...], flags: tuple[str, ...], file: str, arch: str) -> Built:
+def _build(source: str, names: tuple[str, ...], flags: tuple[str, ...], file: str, arch: str) -> Built:
     what = f"{file} for {arch}"
-    headers, included_as = [header.encode()], [_HEADER.name.encode()]
-    program = _nvrtc(nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 1, headers, included_as), what)
+    headers, included_as = ([text.encode() for text in side] for side in (_HEADERS.values(), _HEADERS))
+    made = nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), len(headers), headers, included_as)
+    program = _nvrtc(made, what)
     try:
         for name in names:
             _nvrtc(nvrtc.nvrtcAddNameExpression(program, name.encode()), what)

@@ -40,6 +40,16 @@ struct Pack {
         for (int i = 0; i < N; ++i) pack.at[i] = static_cast<T>(values[i]);
         return pack;
     }
+    __device__ void widen(float (&values)[N]) const {
+#pragma unroll
+        for (int i = 0; i < N; ++i) values[i] = static_cast<float>(at[i]);
+    }
+    __device__ float squares() const {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < N; ++i) sum += static_cast<float>(at[i]) * static_cast<float>(at[i]);
+        return sum;
+    }
     __device__ word bits() const {
         word bits;
         memcpy(&bits, this, sizeof(word));
@@ -51,9 +61,7 @@ struct Pack {
 
 template <typename T, int N>
 __device__ void load(float (&values)[N], const T* from) {
-    const auto pack = Pack<T, N>::from(from);
-#pragma unroll
-    for (int i = 0; i < N; ++i) values[i] = static_cast<float>(pack.at[i]);
+    Pack<T, N>::from(from).widen(values);
 }
 
 template <typename T, int N>
@@ -79,8 +87,8 @@ __device__ float reduce_warp(float value) {
     return value;
 }
 
-// Every thread of the block gets the result. Once per Op in a kernel: slow warps may still read its `parts`.
-template <typename Op, int THREADS>
+// Every thread of the block gets the result. Once per Op and ID in a kernel: slow warps may still read its `parts`.
+template <typename Op, int THREADS, int ID = 0>
 __device__ float reduce_block(float value) {
     __shared__ float parts[THREADS / 32];
     const int lane = threadIdx.x % 32;
@@ -88,4 +96,11 @@ __device__ float reduce_block(float value) {
     if (lane == 0) parts[threadIdx.x / 32] = value;
     __syncthreads();
     return reduce_warp<Op>(lane < THREADS / 32 ? parts[lane] : Op::start);
+}
+
+// Of values that were T, or will be: 16 bits do not show the fast one's error, 2 units of fp32 and one for each unit of x.
+template <typename T>
+__device__ float exponential(float x) {
+    if constexpr (sizeof(T) == 2) return __expf(x);
+    return expf(x);
 }

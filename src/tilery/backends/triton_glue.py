@@ -7,16 +7,15 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import create_function_from_signature
 
 from tilery.backends import cubin
 from tilery.errors import CompileFailed
 from tilery.spec import Artifact, TensorSpec
 
-_POINTER = {
-    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
-    torch.uint8: "*u8",
-}  # fmt: skip
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when a kernel is decorated
 
 
@@ -28,6 +27,25 @@ def interpreter_refusal(specs: tuple[Any, ...]) -> str | None:
     if any(s.dtype == torch.bfloat16 if isinstance(s, TensorSpec) else s == "bf16" for s in specs):
         return "Triton's interpreter multiplies the raw bits of bf16; use fp16 or fp32 there, or a GPU"
     return None
+
+
+class _Pointer:
+    """What Triton asks of a tensor before a launch."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self.dtype, self._address = spec.dtype, 0 if spec.aligned else spec.dtype.itemsize
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def _stand_in(value: Any) -> Any:
+    if isinstance(value, TensorSpec):
+        return _Pointer(value)
+    if isinstance(value, Descriptor):
+        one = TensorSpec.contiguous(value.block, value.spec.dtype, value.spec.device)  # its sizes decide no code
+        return TensorDescriptor(_Pointer(one), list(one.shape), list(one.strides), list(one.shape), value.layout)
+    return value
 
 
 class Descriptor(NamedTuple):
@@ -46,28 +64,15 @@ def compile(
         raise CompileFailed(
             "TRITON_INTERPRET=1 replaced this kernel by its interpreter: compile in a process without it"
         )
-    signature, constants, attrs = dict.fromkeys(constants, "constexpr"), dict(constants), {}
-    for i, (name, value) in enumerate(zip(kernel.arg_names, arguments)):
-        if isinstance(value, TensorSpec):
-            signature[name], divisible = _POINTER[value.dtype], value.aligned
-        elif isinstance(value, Descriptor):
-            element = _POINTER[value.spec.dtype].removeprefix("*")
-            signature[name], divisible = f"tensordesc<{element}{list(value.block)},{value.layout!r}>", False
-        elif isinstance(value, float):
-            signature[name], divisible = "fp32", False
-        elif value is None:
-            signature[name], constants[name], divisible = "constexpr", None, False
-        elif kernel.params[i].do_not_specialize:
-            signature[name], divisible = "i32" if value < 2**31 else "i64", False
-        elif value == 1:
-            signature[name], constants[name], divisible = "constexpr", 1, False
-        else:
-            signature[name], divisible = "i32" if value < 2**31 else "i64", value % 16 == 0
-        if divisible:
-            attrs[(i,)] = [["tt.divisibility", 16]]
-    signature = {name: signature[name] for name in kernel.arg_names}  # Triton reads it by position
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attrs)
-    built = triton.compile(source, target=GPUTarget("cuda", int(arch.removeprefix("sm_")), 32), options=options)
+    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    launched = [_stand_in(value) for value in arguments]
+    bound, specialization, _ = bind(*launched, **constants, **options)
+    # Triton's own way from arguments to a source: a launch finds in its cache what is compiled here.
+    made = kernel._pack_args(backend, dict(options), bound, specialization, options)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, *made[1:])
+    built = triton.compile(source, target=target, options=made[0].__dict__)
     used = cubin.resources(built.asm["cubin"])
     code = {"ir": built.asm["ttgir"], "ptx": built.asm["ptx"]}
     return Artifact(arch, code, built.asm["cubin"], used.registers, used.spills, built.metadata.shared)

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from tilery.cli import bench, cache, check, compare, doctor, ops, plot, report, runs, show
+from tilery.cli import bench, cache, check, compare, configs, doctor, ops, plan, plot, report, runs, show, tune
 
 app = typer.Typer(
     help="GPU kernels for language models: check, bench and show them, in every tile language.",
@@ -14,13 +14,16 @@ app = typer.Typer(
 )
 app.command("doctor")(doctor.doctor)
 app.command("ops")(ops.ops)
+app.command("plan")(plan.plan)
 app.command("check")(check.check)
 app.command("bench")(bench.bench)
+app.command("tune")(tune.tune)
 app.command("compare")(compare.compare)
 app.add_typer(runs.runs, name="runs")
 app.command("report")(report.report)
 app.command("plot")(plot.plot)
 app.command("show")(show.show)
+app.add_typer(configs.configs, name="configs")
 app.command("cache")(cache.cache)
 
 

@@ -13,11 +13,11 @@ from tilery.errors import BadInput
 def plot(
     runs: Runs = None,
     out: Annotated[Path, typer.Option("-o", "--out", help="The file to write: .png or .svg.")] = Path("plot.png"),
-    kind: Annotated[str, typer.Option(help="ratio, roofline, time or heat.")] = "ratio",
+    kind: Annotated[str, typer.Option(help="ratio, roofline, time, heat or landscape.")] = "ratio",
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
     json: common.Json = False,
 ) -> None:
-    """Draw runs: ratios to torch, roofline, time against size, or op by language. Needs matplotlib."""
+    """Draw runs: ratios to torch, roofline, time against size, op by language, or a tune. Needs matplotlib."""
     from tilery.workbench import plot as workbench
     from tilery.workbench import summary
     from tilery.workbench.store import Store

@@ -31,5 +31,5 @@ def report(
     if json:
         common.print_json(summary.finite_rows(collected), file=str(out), **summary.document(collected))
         return
-    rows, count = len(collected.found), len(collected.runs)
+    rows, count = len(collected.found) + len(collected.tunes), len(collected.runs)
     print(f"{rows} rows of {count} run{'' if count == 1 else 's'} in {out} ({len(page) / 1e3:.0f} kB)")

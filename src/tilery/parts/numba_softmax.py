@@ -4,9 +4,10 @@ import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import at, exp, f32, load, rank, store, unrank
+from tilery.backends.numba_glue import FP32, at, exp, f32, load, rank, store, unrank
 from tilery.parts import numba_rows
 from tilery.parts.numba_rows import Config
+from tilery.parts.numba_stream import BLOCK, ahead, buffer, finish, stream, too_large
 from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
@@ -54,65 +55,119 @@ def row_sums(x, n, dtype):
 
 
 @numba_glue.jit
-def _rows(x, y, x_stride, first, last, n, log, dtype):
-    exponentials = np.empty(n, np.float32)  # they wait in fp32 for their sum, so that each is computed once
+def _exponentials(x, y, n, step, top, log, dtype):
+    """sum(exp(x - top)); y gets them in fp32, but not for the logarithm. Asks for the next row, `step` elements on."""
+    total = f32(0)
+    for start in range(0, n, BLOCK):
+        count = min(BLOCK, n - start)
+        x_block, y_block = at(x, start, dtype), at(y, start, FP32)
+        ahead(at(x_block, step, dtype), count, dtype)
+        if log:
+            for j in range(count):
+                total += exp(load(x_block, j, dtype) - top)
+        else:
+            for j in range(count):
+                value = exp(load(x_block, j, dtype) - top)
+                store(y_block, j, value, FP32)
+                total += value
+    return total
+
+
+@numba_glue.jit
+def _results(x, exponentials, y, count, top, by, log, dtype):
+    """`by` is 1 / sum(exp(x - top)), or the logarithm of that sum."""
+    if log:
+        for j in range(count):
+            store(y, j, load(x, j, dtype) - top - by, dtype)
+    else:
+        for j in range(count):
+            store(y, j, load(exponentials, j, FP32) * by, dtype)
+
+
+@numba_glue.jit
+def _rows(x, y, x_stride, first, last, n, past, log, dtype):
+    held, block = buffer(BLOCK)
+    row_held, exponentials = buffer(n)  # they wait in fp32 for their sum, so that each is computed once
     for row in range(first, last):
         x_row, y_row = at(x, row * x_stride, dtype), at(y, row * n, dtype)
         top = row_top(x_row, n, dtype)
-        total = f32(0)
-        if log:
-            for j in range(n):
-                total += exp(load(x_row, j, dtype) - top)
-            shift = f32(np.log(total))
-            for j in range(n):
-                store(y_row, j, load(x_row, j, dtype) - top - shift, dtype)
+        total = _exponentials(x_row, exponentials, n, x_stride, top, log, dtype)
+        by = f32(np.log(total)) if log else f32(1) / total
+        if past:
+            for start in range(0, n, BLOCK):
+                count, x_block, e_block = min(BLOCK, n - start), at(x_row, start, dtype), at(exponentials, start, FP32)
+                _results(x_block, e_block, block, count, top, by, log, dtype)
+                stream(block, at(y_row, start, dtype), count, dtype)
         else:
-            for j in range(n):
-                exponentials[j] = exp(load(x_row, j, dtype) - top)
-                total += exponentials[j]
-            scale = f32(1) / total
-            for j in range(n):
-                store(y_row, j, exponentials[j] * scale, dtype)
+            _results(x_row, exponentials, y_row, n, top, by, log, dtype)
+    if past:
+        finish()
+    held[0] = row_held[0] = f32(0)  # only addresses were used: without this Numba would free them before the loop
 
 
 @numba_glue.kernel
 def _softmax(threads, x, y, x_stride, m, n, log, dtype):
+    past = too_large(y, m, n, dtype)
     if threads > 1:
         for i in prange(threads):
             part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
-            _rows(x, y, x_stride, part * m // threads, (part + 1) * m // threads, n, log, dtype)
+            _rows(x, y, x_stride, part * m // threads, (part + 1) * m // threads, n, past, log, dtype)
     else:
-        _rows(x, y, x_stride, 0, m, n, log, dtype)
+        _rows(x, y, x_stride, 0, m, n, past, log, dtype)
 
 
 @numba_glue.jit
-def _row_backward(dy, y, dx, n, log, dtype):
+def _sum_backward(dy, y, n, log, dtype):
     total = f32(0)
     if log:
         for j in range(n):
             total += load(dy, j, dtype)
-        for j in range(n):
-            store(dx, j, load(dy, j, dtype) - exp(load(y, j, dtype)) * total, dtype)
     else:
         for j in range(n):
             total += load(dy, j, dtype) * load(y, j, dtype)
-        for j in range(n):
+    return total
+
+
+@numba_glue.jit
+def _gradients(dy, y, dx, count, total, log, dtype):
+    if log:
+        for j in range(count):
+            store(dx, j, load(dy, j, dtype) - exp(load(y, j, dtype)) * total, dtype)
+    else:
+        for j in range(count):
             store(dx, j, load(y, j, dtype) * (load(dy, j, dtype) - total), dtype)
+
+
+@numba_glue.jit
+def _rows_backward(dy, y, dx, dy_stride, y_stride, first, last, n, past, log, dtype):
+    held, block = buffer(BLOCK)
+    for row in range(first, last):
+        dy_row, y_row, dx_row = at(dy, row * dy_stride, dtype), at(y, row * y_stride, dtype), at(dx, row * n, dtype)
+        total = _sum_backward(dy_row, y_row, n, log, dtype)
+        if past:
+            for start in range(0, n, BLOCK):
+                count = min(BLOCK, n - start)
+                ahead(at(dy_row, start + dy_stride, dtype), count, dtype)
+                ahead(at(y_row, start + y_stride, dtype), count, dtype)
+                _gradients(at(dy_row, start, dtype), at(y_row, start, dtype), block, count, total, log, dtype)
+                stream(block, at(dx_row, start, dtype), count, dtype)
+        else:
+            _gradients(dy_row, y_row, dx_row, n, total, log, dtype)
+    if past:
+        finish()
+    held[0] = f32(0)  # only its address was used: without this Numba would free it before the loop
 
 
 @numba_glue.kernel
 def _softmax_backward(threads, dy, y, dx, dy_stride, y_stride, m, n, log, dtype):
+    past = too_large(dx, m, n, dtype)
     if threads > 1:
-        for i in prange(m):
-            row = np.int64(i)
-            _row_backward(
-                at(dy, row * dy_stride, dtype), at(y, row * y_stride, dtype), at(dx, row * n, dtype), n, log, dtype
-            )
+        for i in prange(threads):
+            part = np.int64(i)
+            first, last = part * m // threads, (part + 1) * m // threads
+            _rows_backward(dy, y, dx, dy_stride, y_stride, first, last, n, past, log, dtype)
     else:
-        for row in range(m):
-            _row_backward(
-                at(dy, row * dy_stride, dtype), at(y, row * y_stride, dtype), at(dx, row * n, dtype), n, log, dtype
-            )
+        _rows_backward(dy, y, dx, dy_stride, y_stride, 0, m, n, past, log, dtype)
 
 
 def _forward(outs, args, log):

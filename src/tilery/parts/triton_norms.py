@@ -21,7 +21,9 @@ _GROUP = tl.constexpr(fp8.GROUP)
 _WARPS = (1, 2, 4, 8, 16)
 _HELD = 32768  # values in the registers of 16 warps: 64 of 255 a lane, the rest are weights and addresses
 _VALUES_PER_LANE = 128
-_LONG_BLOCK = 8192
+_LONG_BLOCK = 16384
+_PART = 4096  # of a row that is read again from the L1 cache, so that registers are left for more programs
+_HIDING = 528  # programs past which one waits while others work: weights loaded early would only take registers
 
 
 @dataclass(frozen=True)
@@ -52,37 +54,46 @@ def refusal(config: Config | None, least: int = 1) -> str | None:
     return f"tile of {values} values does not fit the registers of {config.num_warps} warps" if values > most else None
 
 
-def default(x: TensorSpec, least: int = 1, held: int = _HELD) -> Config:
-    """Sixteen values a lane, eight where each is an access of its own, with an address and a mask.
+def default(x: TensorSpec, least: int = 1, held: int = _HELD, again: bool = False) -> Config:
+    """Sixteen values a lane, eight where each is an access of its own, with an address and a mask, or rows are few.
 
     Several short rows are one program's as long as that leaves many programs.
 
-    `least` is the smallest block that will do, `held` the longest row that registers hold.
+    `least` is the smallest block that will do, `held` the longest row that registers hold. `again`: the op needs one
+    sum only, so many long rows are read in parts, twice: 32768 × 8192 took 255 µs so on an H200, 261 in registers.
     """
     m, n, _ = rows(x)
     block, count = max(triton.next_power_of_2(max(n, 1)), least), 1
+    if again and m * n >= 2**22 and 4096 <= n <= held:
+        part = min(block // 2, _PART)
+        return Config(1, part, part // 256)
     if block > held:
         return Config(1, _LONG_BLOCK, _WARPS[-1])
     while 2 * count * block <= 2048 and m >= 512 * count:
         count *= 2
-    return Config(count, block, _warps(count * block, n))
+    return Config(count, block, _warps(count * block, n, few=m <= _HIDING))
 
 
-def _warps(values: int, n: int) -> int:
-    return min(max(values // (512 if n % 16 == 0 else 256), 1), _WARPS[-1])
+def _warps(values: int, n: int, few: bool = False) -> int:
+    """`few`: 1 × 1024 on an H200 takes 1.25 µs with four warps, 1.31 with two."""
+    alone = 512 if n % 16 == 0 else 256
+    return min(max(values // alone, min(values // 256, 4) if few else 1, 1), _WARPS[-1])
 
 
-def configs(x: TensorSpec, least: int = 1, held: int = _HELD) -> list[Config]:
-    base, n = default(x, least, held), x.shape[-1]
+def configs(x: TensorSpec, least: int = 1, held: int = _HELD, again: bool = False) -> list[Config]:
+    """The default first, then what is near it, then shorter parts."""
+    first, base, n = default(x, least, held, again), default(x, least, held), x.shape[-1]
     warps = [Config(base.rows, base.block, w) for w in (base.num_warps // 2, base.num_warps * 2)]
     counts = [Config(c, base.block, _warps(c * base.block, n)) for c in (1, base.rows * 4)]
-    cuts = [Config(1, b, _warps(b, n)) for b in (4096, 16384) if least <= b < n]
-    found = dict.fromkeys((base, *warps, *counts, *cuts))
+    cuts = [Config(1, b, w) for b in (2048, 4096, 8192, 16384) if least <= b < n for w in (4, 8, 16)]
+    found = dict.fromkeys((first, base, *warps, *counts, *cuts))
     return [c for c in found if refusal(c) is None and c.rows * c.block <= held]
 
 
-def options(config: Config, n: int) -> dict[str, Any]:
-    return {"ROWS": config.rows, "BLOCK": config.block, "LONG": n > config.block}
+def options(config: Config, m: int, n: int) -> dict[str, Any]:
+    """READ: whether the row is read again after its sums, and else when the weights are, before or after them."""
+    soon = "early" if triton.cdiv(m, config.rows) <= _HIDING else "late"
+    return {"ROWS": config.rows, "BLOCK": config.block, "READ": "again" if n > config.block else soon}
 
 
 def grid(m: int, config: Config) -> tuple[int]:
@@ -97,9 +108,10 @@ def own_rows(m, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _read(x_ptr, r_ptr, sum_ptr, cols, mask):
-    """x in fp32, or the rounded sum of x and a residual, which is written too."""
-    x = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+def _read(x_ptr, r_ptr, sum_ptr, cols, mask, KEEP: tl.constexpr):
+    """x in fp32, or the rounded sum of x and a residual, which is written too. KEEP: it will be read again."""
+    policy: tl.constexpr = "evict_last" if KEEP and r_ptr is None else ""
+    x = tl.load(x_ptr + cols, mask=mask, other=0.0, eviction_policy=policy).to(tl.float32)
     if r_ptr is not None:
         total = (x + tl.load(r_ptr + cols, mask=mask, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + cols, total, mask=mask)
@@ -150,18 +162,21 @@ def _write_groups(
 @triton.jit
 def normalise(
     x_ptr, r_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, s_ptr, s_col, inside, n, eps, offset,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, CENTRED: tl.constexpr = False,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr, CENTRED: tl.constexpr = False,
     PER: tl.constexpr = None, FORMAT: tl.constexpr = None, POW2: tl.constexpr = False, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     """Pointers to x, residual, y, sum and scales are [ROWS, 1]: the starts of rows. What an op has not is None."""
     cols = tl.arange(0, BLOCK)[None, :]
-    if not LONG:
+    if READ != "again":
         mask = inside & (cols < n)
-        x = _read(x_ptr, r_ptr, sum_ptr, cols, mask)
-        w, b = _columns(w_ptr, b_ptr, cols, n)  # under way before the sums wait for the row
+        x = _read(x_ptr, r_ptr, sum_ptr, cols, mask, False)
+        if READ == "early":
+            w, b = _columns(w_ptr, b_ptr, cols, n)  # under way before the sums wait for the row
         if CENTRED:
             x = tl.where(mask, x - tl.sum(x, axis=1, keep_dims=True) / n, 0.0)
         rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / n + eps)
+        if READ == "late":
+            w, b = _columns(w_ptr, b_ptr, cols, n)
         y = _weighted(x * rstd, w, b, b_ptr, offset)
         if PER == "token":
             made = scale(_greatest(y, mask), FORMAT, POW2)
@@ -175,21 +190,21 @@ def normalise(
         total = tl.zeros((ROWS, BLOCK), tl.float32)
         if CENTRED or r_ptr is not None:  # the first reading also makes the sum
             for first in range(0, n, BLOCK):
-                total += _read(x_ptr, r_ptr, sum_ptr, first + cols, inside & (first + cols < n))
+                total += _read(x_ptr, r_ptr, sum_ptr, first + cols, inside & (first + cols < n), True)
             if r_ptr is not None:
                 tl.debug_barrier()  # what other threads wrote is read below
                 x_ptr = sum_ptr
         mean = tl.sum(total, axis=1, keep_dims=True) / n
         squares = tl.zeros((ROWS, BLOCK), tl.float32)
         for first in range(0, n, BLOCK):
-            x = _centred(x_ptr + first + cols, mean, inside & (first + cols < n), CENTRED)
+            x = _centred(x_ptr + first + cols, mean, inside & (first + cols < n), CENTRED, False)
             squares += x * x
         rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / n + eps)
         if PER == "token":
             amax = tl.zeros((ROWS, 1), tl.int32)
             for first in range(0, n, BLOCK):
                 mask = inside & (first + cols < n)
-                x = _centred(x_ptr + first + cols, mean, mask, CENTRED)
+                x = _centred(x_ptr + first + cols, mean, mask, CENTRED, False)
                 w, b = _columns(w_ptr, b_ptr, first + cols, n)
                 y = _weighted(x * rstd, w, b, b_ptr, offset)
                 amax = tl.maximum(amax, _greatest(y, mask))
@@ -197,7 +212,7 @@ def normalise(
             tl.store(s_ptr, made, mask=inside)
         for first in range(0, n, BLOCK):
             mask = inside & (first + cols < n)
-            x = _centred(x_ptr + first + cols, mean, mask, CENTRED)
+            x = _centred(x_ptr + first + cols, mean, mask, CENTRED, True)
             w, b = _columns(w_ptr, b_ptr, first + cols, n)
             y = _weighted(x * rstd, w, b, b_ptr, offset)
             if PER == "token":
@@ -209,8 +224,10 @@ def normalise(
 
 
 @triton.jit
-def _centred(x_ptr, mean, mask, CENTRED: tl.constexpr):
-    x = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+def _centred(x_ptr, mean, mask, CENTRED: tl.constexpr, LAST: tl.constexpr):
+    """LAST: it will not be read again."""
+    policy: tl.constexpr = "evict_first" if LAST else "evict_last"
+    x = tl.load(x_ptr, mask=mask, other=0.0, eviction_policy=policy).to(tl.float32)
     if CENTRED:
         x = tl.where(mask, x - mean, 0.0)
     return x

@@ -113,12 +113,12 @@ def turn(
         cols = 2 * HALF + tl.arange(0, REST)[None, :]
         rest = tl.load(x + cols, mask=mask & (cols < SIZE), other=0.0).to(tl.float32)
     if w_ptr is not None:
+        every = tl.full((1, 1), 1, tl.int1)
+        w_a, w_b = load_pairs(w_ptr + tl.zeros((1, 1), tl.int32), every, HALF, BLOCK, INTERLEAVED)  # before sums wait
         squares = tl.sum(a * a + b * b, axis=1)
         if REST:
             squares += tl.sum(rest * rest, axis=1)
         scale = tl.rsqrt(squares / SIZE + eps)[:, None]
-        every = tl.full((1, 1), 1, tl.int1)
-        w_a, w_b = load_pairs(w_ptr + tl.zeros((1, 1), tl.int32), every, HALF, BLOCK, INTERLEAVED)
         a, b = a * scale * (w_a + offset), b * scale * (w_b + offset)
         if REST:
             w_rest = tl.load(w_ptr + cols, mask=cols < SIZE, other=0.0).to(tl.float32)

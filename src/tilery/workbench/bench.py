@@ -74,7 +74,7 @@ def measure(unit: Unit, progress: timing.Progress = lambda arm, what: None) -> I
         else:
             yield row
     progress("", "drawing inputs")  # what fails from here on is no arm's fault
-    sets = _input_sets(op, unit, where)
+    sets = input_sets(op, lambda seed: drawn(op, unit.case, where, seed), where, unit.cold)
     cost, dtype = op.cost(*op.specs(sets[0])), str(unit.case.params.get("dtype", "fp32"))
     roof = ceilings.ceilings(where)
     arms = {name: _arm(op, name, sets, row) for name, row in good.items()}
@@ -93,11 +93,11 @@ def measure(unit: Unit, progress: timing.Progress = lambda arm, what: None) -> I
             row.status, row.reason = "fail", f"right before it was timed, not after: {again.reason or again.status}"
     for name, found in times.items():
         row = good.get(name) or Row(op.name, name, str(unit.case), "pass", device=device.name(where))
-        row.inputs, row.dtype, row.flops, row.bytes = _said(unit, sets, cost, where), dtype, cost.flops, cost.bytes
+        row.inputs, row.dtype, row.flops, row.bytes = said(unit.cold, sets, cost, where), dtype, cost.flops, cost.bytes
         _measured(row, found, cost, roof)
-        floor = roof.roof_ms(cost, dtype) if row.inputs == "cold" else roof.arithmetic_ms(cost, dtype)
-        if row.status == "pass" and found.median < _IMPOSSIBLE[where.type] * floor:
-            _reject(row, found.median, floor)
+        why = impossible(found.median, roof, cost, dtype, row.inputs, where)
+        if row.status == "pass" and why is not None:
+            _reject(row, why)
         yield row
 
 
@@ -107,22 +107,25 @@ def _checked(op: Op, name: str, case: Case, where: torch.device) -> Row:
     return checked(op, name, case, where, check_baseline)
 
 
-def _input_sets(op: Op, unit: Unit, where: torch.device) -> Sets:
-    def draw(seed: int) -> tuple[Any, ...]:
-        return op.complete((), op.inputs(**unit.case.params, device=where, seed=seed))
+def drawn(op: Op, case: Case, where: torch.device, seed: int) -> tuple[Any, ...]:
+    return op.complete((), op.inputs(**case.params, device=where, seed=seed))
 
+
+def input_sets(op: Op, draw: Callable[[int], tuple[Any, ...]], where: torch.device, cold: bool = True) -> Sets:
+    """As many as keep a GPU's cache from holding any when its turn comes; `draw` is given their seeds, from 0."""
     first = draw(0)
-    if where.type != "cuda" or not unit.cold:
+    if where.type != "cuda" or not cold:
         return [first]  # on a CPU the caches are overwritten instead
     wanted = -(-_COLD_BYTES // max(op.cost(*op.specs(first)).bytes, 1))
-    held = sum(a.nbytes for a in first if isinstance(a, Tensor))  # of a table far more than is read
+    # Of a table or of rows far apart much more than is read.
+    held = sum(a.untyped_storage().nbytes() for a in first if isinstance(a, Tensor))
     count = min(max(wanted, 2), _MOST_SETS, max(_MOST_BYTES // max(held, 1), 1))
     return [first, *(draw(seed) for seed in range(1, count))]
 
 
-def _said(unit: Unit, sets: Sets, cost: Cost, where: torch.device) -> str:
+def said(cold: bool, sets: Sets, cost: Cost, where: torch.device) -> str:
     """Cold only where the sets are several times the cache: of the smallest problems no number of sets is."""
-    if not unit.cold:
+    if not cold:
         return "warm"
     if where.type != "cuda":
         return "cold"
@@ -138,7 +141,12 @@ def _arm(op: Op, name: str, sets: Sets, row: Row) -> timing.Arm:
         plan = dispatch.decide(op, op.specs(sets[0]), name, None)
         row.config = str(plan.config)
         call = lambda *args: plan(args)  # noqa: E731
-    held: dict[int, Any] = {}  # each set's output stays, so that outputs rotate as inputs do
+    return rotating(call, sets)
+
+
+def rotating(call: Callable[..., Any], sets: Sets) -> timing.Arm:
+    """Each set's output stays, so that outputs rotate as inputs do."""
+    held: dict[int, Any] = {}
 
     def arm(i: int) -> None:
         held[i] = call(*sets[i])
@@ -164,12 +172,21 @@ def _measured(row: Row, found: timing.Timing, cost: Cost, roof: ceilings.Ceiling
         row.ratio, row.ratio_low, row.ratio_high = found.ratio
 
 
-def _reject(row: Row, ms: float, least_ms: float) -> None:
-    """A time that cannot be true gives no speed and no ratio; its samples stay, to be looked at."""
-    row.status = "fail"
-    row.reason = (
-        f"a measurement error, not a speed: {ms:.4g} ms, where this machine needs {least_ms:.4g} ms at the rates "
+def impossible(
+    ms: float, roof: ceilings.Ceilings, cost: Cost, dtype: str, inputs: str, where: torch.device
+) -> str | None:
+    """Why a time cannot be true. What lies in a cache may be faster than memory, not than arithmetic."""
+    least = roof.roof_ms(cost, dtype) if inputs == "cold" else roof.arithmetic_ms(cost, dtype)
+    if ms >= _IMPOSSIBLE[where.type] * least:
+        return None
+    return (
+        f"a measurement error, not a speed: {ms:.4g} ms, where this machine needs {least:.4g} ms at the rates "
         "measured on it (`tilery doctor --measure` measures them again)"
     )
+
+
+def _reject(row: Row, why: str) -> None:
+    """A time that cannot be true gives no speed and no ratio; its samples stay, to be looked at."""
+    row.status, row.reason = "fail", why
     row.ms = row.ms_low = row.ms_high = row.gbps = row.tflops = row.roof = None
     row.ratio = row.ratio_low = row.ratio_high = None

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class Checked:
     refused: str | None = None  # as the case declares
 
 
+Right = tuple[Tensor, ...]  # outputs, then mutated arguments
 _CHUNK = 2**24  # elements compared at a time: float64 copies of a whole output would fill a laptop
 
 
@@ -55,6 +56,13 @@ def poisoned(spec: Any) -> Tensor:
 def check(op: Op, kernel: str, case: Case, target: Any, seed: int | None = None, config: Any = None) -> Checked:
     """The error of each output, or the kernel's refusal; raises Wrong."""
     where, args = _drawn(op, kernel, case, target, seed)
+    return check_call(op, kernel, args, where, config)
+
+
+def check_call(
+    op: Op, kernel: str, args: tuple[Any, ...], where: str, config: Any = None, right: Right | None = None
+) -> Checked:
+    """The same of given arguments; `where` is what is checked, in words. `right`: what `reference` said of them."""
     where += f" {config}" if config is not None else ""
     specs = op.specs(args)
     op.validate(specs)
@@ -67,7 +75,14 @@ def check(op: Op, kernel: str, case: Case, target: Any, seed: int | None = None,
         plan.launch(outs, args, workspace)
         return outs
 
-    return Checked(_judged(op, where, args, launch, op.allowed))
+    return Checked(_judged(op, where, args, launch, op.allowed, right))
+
+
+def reference(op: Op, args: Sequence[Any]) -> Right:
+    """What is right: the outputs, then the mutated arguments, in float64."""
+    wide = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+    result = op.reference(*wide)
+    return (() if result is None else dispatch.packed(result)) + tuple(wide[i] for i in op.mutated)
 
 
 def check_baseline(op: Op, name: str, case: Case, target: Any, seed: int | None = None) -> Checked:
@@ -97,7 +112,7 @@ def _drawn(op: Op, arm: str, case: Case, target: Any, seed: int | None) -> tuple
 
 def _judged(
     op: Op, where: str, args: tuple[Any, ...], call: Callable[[tuple[Any, ...]], tuple[Any, ...]],
-    allowed: dict[torch.dtype, float],
+    allowed: dict[torch.dtype, float], right: Right | None = None,
 ) -> tuple[float, ...]:  # fmt: skip
     """Runs it and compares outputs, then mutated arguments, with the float64 reference; other inputs must be kept."""
     before = [a.clone() if isinstance(a, Tensor) else a for a in args]
@@ -105,7 +120,8 @@ def _judged(
     if any(isinstance(a, Tensor) and a.is_cuda for a in args):
         torch.cuda.synchronize()
     _require_inputs_kept(op, where, before, args)
-    return _errors(op, where, before, (*outs, *(args[i] for i in op.mutated)), allowed)
+    outs = (*outs, *(args[i] for i in op.mutated))
+    return _errors(where, reference(op, before) if right is None else right, outs, allowed)
 
 
 def conform(op: Op, kernel: str, case: Case, target: Any) -> Checked:
@@ -129,13 +145,8 @@ def _bits(t: Tensor) -> Tensor:
     return t.contiguous().view(torch.uint8)
 
 
-def _errors(
-    op: Op, where: str, args: list[Any], outs: tuple[Any, ...], allowed: dict[torch.dtype, float]
-) -> tuple[float, ...]:
+def _errors(where: str, refs: Right, outs: tuple[Any, ...], allowed: dict[torch.dtype, float]) -> tuple[float, ...]:
     """`outs` are the op's outputs, then its mutated arguments; None is one that a peer does not compute."""
-    wide = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
-    result = op.reference(*wide)
-    refs = (() if result is None else dispatch.packed(result)) + tuple(wide[i] for i in op.mutated)
     if len(outs) != len(refs):
         raise Wrong(f"{where}: should give {len(refs)} outputs, gave {len(outs)}")
     errors = []

@@ -22,6 +22,10 @@ class Died(Exception):
     """The child ended or was silent for too long; the sentence says which, and what it last printed."""
 
 
+class Silent(Died):
+    """It was silent for too long, and is ended."""
+
+
 class Child:
     """Started on the first message and kept for the next: starting one costs an import of torch."""
 
@@ -45,13 +49,15 @@ class Child:
             if select.select([process.stdout], [], [], self.timeout_s)[0]:
                 return _receive(process.stdout)
             reason = f"no answer within {self.timeout_s:.0f} s"
+            kind: type[Died] = Silent
         except EOFError:
+            kind = Died
             code = process.wait()
             reason = f"its process was killed by signal {-code}" if code < 0 else f"its process ended with code {code}"
         self._stderr.seek(0)
         said = self._stderr.read()[-4000:].strip()
         self.close()
-        raise Died(f"{reason}\n{said}" if said else reason)
+        raise kind(f"{reason}\n{said}" if said else reason)
 
     def _start(self) -> "subprocess.Popen[bytes]":
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

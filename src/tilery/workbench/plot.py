@@ -1,4 +1,4 @@
-"""Runs as pictures: ratios, roofline, time against size, heat map. Needs matplotlib."""
+"""Runs as pictures: ratios, roofline, time against size, heat map, what a tuner tried. Needs matplotlib."""
 
 import io
 import math
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tilery.errors import BadInput, ToolMissing
-from tilery.workbench import summary
+from tilery.workbench import landscape, summary
 from tilery.workbench.result import is_ours
 from tilery.workbench.summary import BASE, Collected, Found, Style
 
-KINDS = ("ratio", "roofline", "time", "heat")
+KINDS = ("ratio", "roofline", "time", "heat", "landscape")
 FORMATS = ("png", "svg")
 _MARKERS = "os^DvPhX"  # as the page draws them
 _INK, _MUTED, _LINE = "#16191d", "#5c646f", "#e4e6e9"
@@ -27,17 +27,23 @@ _STYLE = {
 def picture(collected: Collected, kind: str, form: str, op: str | None = None) -> bytes:
     """One picture, a panel per device (for time, per problem)."""
     matplotlib = _matplotlib()
-    found = [one for one in collected.found if one.timed and not one.is_control]
+    tried = kind == "landscape"
+    found = collected.tunes if tried else [one for one in collected.found if one.timed and not one.is_control]
     ops = list(dict.fromkeys(one.row.op for one in found))
     if op is not None and op not in ops:
-        raise BadInput(f"--op must be one that was timed ({', '.join(ops) or 'none was'}), got {op!r}")
+        raise BadInput(
+            f"--op must be one that was {'tuned' if tried else 'timed'} ({', '.join(ops) or 'none was'}), got {op!r}"
+        )
     found = [one for one in found if op in (None, one.row.op)]
-    draw: Callable[..., Any] = {"ratio": _ratio, "roofline": _roofline, "time": _time, "heat": _heat}[kind]
+    draw: Callable[..., Any] = {
+        "ratio": _ratio, "roofline": _roofline, "time": _time, "heat": _heat, "landscape": _landscape,
+    }[kind]  # fmt: skip
     with matplotlib.rc_context(_STYLE):
         figure = draw(collected, found)
         if figure is None:
             names = ", ".join(run.id for run in collected.runs)
-            raise BadInput(f"{names} must hold timed rows for a picture of kind {kind}, got none that it can show")
+            rows = "candidates of a tune" if tried else "timed rows"
+            raise BadInput(f"{names} must hold {rows} for a picture of kind {kind}, got none that it can show")
         data = io.BytesIO()
         # Without a date the same run gives the same file.
         figure.savefig(data, format=form, dpi=160, metadata={"Date": None} if form == "svg" else None)
@@ -249,4 +255,36 @@ def _heat(collected: Collected, found: list[Found]) -> Any:
         axis.set_yticks([y + 0.5 for y in range(len(ops))], minor=True)
         axis.grid(which="minor", color="white", linewidth=3)
         axis.spines[:].set_visible(False)
+    return figure
+
+
+def _landscape(collected: Collected, found: list[Found]) -> Any:
+    """A panel per problem: candidates fastest first; those without a time are crosses at the upper edge."""
+    problems = [one for one in landscape.landscapes(found) if one.timed]
+    if not problems:
+        return None
+    columns = min(3, len(problems))
+    rows = math.ceil(len(problems) / columns)
+    figure, axes = _figure(4.2 * columns, 3.2 * rows + 0.5, [1.0] * rows, columns)
+    styles = {style.name: style for style in summary.styles(found)}
+    several = len({problem.device for problem in problems}) > 1
+    for axis, problem in zip(axes, problems):
+        times = [one.row.ms or math.nan for one in problem.timed]
+        edge, width = 1.25 * max(times), len(times)
+        for place, one in enumerate(problem.timed, 1):
+            axis.plot(place, one.row.ms, linestyle="", **_marked(styles[summary.language(one.row.kernel)], 5))
+            words = [word for word, is_so in (("winner", one.row.rank == 0), ("default", one.row.default)) if is_so]
+            if words:
+                axis.annotate(", ".join(words), (place, one.row.ms), (0, 6), textcoords="offset points", ha="center")
+        untimed = problem.found[width:]
+        for i, one in enumerate(untimed):
+            colour = styles[summary.language(one.row.kernel)].light
+            axis.plot(0.5 + (i + 0.5) / len(untimed) * width, edge, marker="x", markersize=5, color=colour)
+        axis.set(yscale="log", xlabel="candidates, fastest first", xlim=(0.3, width + 0.7))
+        axis.set_ylim(0.85 * min(times), 1.15 * edge)
+        _log_ticks(axis.yaxis, _duration)
+        axis.set_title(_case_words(problem.found[0]) + (f"\n{problem.device}" if several else ""))
+    for axis in axes[len(problems) :]:
+        axis.set_visible(False)
+    _legend(figure, found)
     return figure

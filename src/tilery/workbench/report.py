@@ -12,14 +12,14 @@ from typing import Any
 
 import tilery
 from tilery.errors import BadStore
-from tilery.workbench import summary
+from tilery.workbench import landscape, summary
 from tilery.workbench.store import Store
 from tilery.workbench.summary import BASE, CONTROL, CONTROL_OFF, Collected, Found
 
 # In this order: each may use what those before it define.
 _SCRIPTS = (
     "dom.js", "format.js", "state.js", "charts.js", "tiles.js", "roofline.js", "bars.js", "sizes.js", "heat.js",
-    "details.js", "table.js", "head.js", "filters.js", "main.js",
+    "landscape.js", "candidates.js", "details.js", "table.js", "head.js", "filters.js", "main.js",
 )  # fmt: skip
 _NO_NUMBER = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # as JavaScript reads them
 _NOT_SHOWN = ("samples", "against", "ratio", "ratio_low", "ratio_high")  # ratios stand by peer
@@ -49,16 +49,19 @@ def page_data(store: Store, collected: Collected, title: str | None = None) -> d
         {"device": c.device, "op": c.op, "x": c.x, "fixed": c.fixed, "rows": [positions[id(one)] for one in c.found]}
         for c in summary.size_charts(found)
     ]
+    tunes = landscape.landscapes(collected.tunes)
+    tuned_on = dict.fromkeys(one.device for one in tunes)
     return {
-        "title": title or f"Tilery on {collected.devices[0] if collected.devices else 'no device'}",
+        "title": title or f"Tilery on {next(iter([*collected.devices, *tuned_on]), 'no device')}",
         "made": {"tilery": tilery.__version__, "at": datetime.now(UTC).isoformat(timespec="minutes")},
         "runs": [_plain(asdict(run)) for run in collected.runs],
         "devices": [{"name": name, "ceilings": _plain(collected.ceilings(name))} for name in collected.devices],
-        "languages": [asdict(style) for style in summary.styles(found)],
+        "languages": [asdict(style) for style in summary.styles([*found, *collected.tunes])],
         "peers": summary.in_order({peer for one in found for peer in one.ratios}),
         "notices": _notices(collected),
         "sizes": sizes,
         "rows": rows,
+        "tunes": [_tune(one, numbers[one.run.id]) for one in tunes],
         "code": _code(store, {one.row.code for one in found if one.row.code}),
     }
 
@@ -86,6 +89,15 @@ def _row(one: Found, run: int) -> dict[str, Any]:
         "samples": one.row.samples,
     }
     return dict(_plain(shown | more))
+
+
+def _tune(of: landscape.Landscape, run: int) -> dict[str, Any]:
+    """Candidates as rows, each with the fields of its config and, in `gain`, its ratio to the reference of its job."""
+    rows = [
+        _row(one, run) | {"fields": landscape.config(one.row), "gain": _plain(landscape.gain(one)), "samples": []}
+        for one in of.found
+    ]
+    return {"run": run, "device": of.device, "op": of.op, "case": of.case, "fields": of.fields, "rows": rows}
 
 
 def _plain(value: Any) -> Any:
@@ -126,7 +138,7 @@ def _notice(text: str, items: list[str] | None = None, status: str = "", grave: 
 
 
 def _no_times(collected: Collected) -> dict[str, Any] | None:
-    if collected.devices:
+    if collected.devices or any(one.timed for one in collected.tunes):
         return None
     return _notice("Nothing was timed: there are no charts, only the table of what was compiled, refused or skipped.")
 

@@ -28,7 +28,7 @@ SETS = {
 }
 
 
-SWEEP = "sweep"  # rows of every length by numbers of rows, for ops that work row by row
+SWEEP = "sweep"  # rows of every length by numbers of rows, otherwise as the op's first case of a bench
 _SWEPT_ROWS = (1, 16, 512, 8192, 32768)
 _SWEPT_LENGTHS = (1024, 4096, 8192, 16384, 65536, 131072)
 _MOST_ELEMENTS = 2**28  # larger problems are no different, and take the memory of all their input sets
@@ -47,9 +47,10 @@ def cases(op: Op, name: str) -> list[Case]:
 
 
 def _swept(op: Op) -> list[Case]:
+    first = op.cases["bench"][0].params
+    if "heads" in first:  # their size and number are the model's: tokens alone vary
+        return [Case(first | {"m": m}) for m in _SWEPT_ROWS]
     needed = {n for n, p in inspect.signature(op.inputs).parameters.items() if p.default is inspect.Parameter.empty}
-    if needed != {"m", "n"}:
+    if not {"m", "n"} <= needed | set(first) or not needed <= {"m", "n", "how"}:
         raise BadInput(f"--shapes {SWEEP} is for ops whose cases are rows m of length n, {op.name} needs {needed}")
-    return [
-        Case({"m": m, "n": n, "dtype": "bf16"}) for n in _SWEPT_LENGTHS for m in _SWEPT_ROWS if m * n <= _MOST_ELEMENTS
-    ]
+    return [Case(first | {"m": m, "n": n}) for n in _SWEPT_LENGTHS for m in _SWEPT_ROWS if m * n <= _MOST_ELEMENTS]

@@ -7,6 +7,7 @@ import json
 import sqlite3
 import subprocess
 import sys
+import time
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator
@@ -50,7 +51,7 @@ class Store:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(self.path, timeout=60)  # another writer's turn is waited for
         try:
-            connection.execute("PRAGMA journal_mode=WAL")
+            _use_wal(connection)
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, SCHEMA):
                 raise BadStore(f"{self.path} has schema {version}, this tilery writes {SCHEMA}; move it away")
@@ -145,6 +146,18 @@ class Store:
         with self._open() as db:
             found = db.execute("SELECT data FROM rows WHERE run = ? ORDER BY n", (run,)).fetchall()
         return [_row(json.loads(data)) for (data,) in found]
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    """A new file's first two users may meet here, where sqlite does not wait by itself."""
+    for left in reversed(range(100)):
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or not left:
+                raise
+            time.sleep(0.05)
 
 
 def _row(data: dict[str, Any]) -> Row:

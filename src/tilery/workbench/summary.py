@@ -12,6 +12,7 @@ from tilery.workbench.bench import BASE, CONTROL
 from tilery.workbench.result import Row, is_ours, is_peer
 from tilery.workbench.store import Run, Store
 
+TUNE = "tune"  # the stage of a row that is a candidate of the tuner
 CONTROL_OFF = 0.01  # torch against itself: further from 1 than this, and the run's other ratios are worth less
 
 # By language, (on white, on black): told apart by people who see fewer colours too, and each has its own marker.
@@ -58,6 +59,7 @@ class Collected:
     runs: list[Run]
     found: list[Found]
     unpaired: int  # ratios left out: the arms were not sampled alike
+    tunes: list[Found] = field(default_factory=list)  # candidates of the tuner: no benchmark counts them
 
     @property
     def devices(self) -> list[str]:
@@ -123,12 +125,14 @@ def collect(store: Store, names: list[str] | None) -> Collected:
         )
     runs = list({run.id: run for run in map(store.find, names or ["last"])}.values())
     found: list[Found] = []
+    tunes: list[Found] = []
     cells: dict[tuple[str, ...], int] = {}
     for run in runs:
         for row in _rows(store, run):
-            key = (run.id, row.op, row.case, row.device, row.inputs)
-            found.append(Found(run, row, cells.setdefault(key, len(cells))))
-    return Collected(runs, found, _add_ratios(found))
+            key = (run.id, row.op, row.case, row.device, row.inputs, row.stage)
+            one = Found(run, row, cells.setdefault(key, len(cells)))
+            (tunes if row.stage == TUNE else found).append(one)
+    return Collected(runs, found, _add_ratios(found), tunes)
 
 
 def _rows(store: Store, run: Run) -> list[Row]:
@@ -280,7 +284,7 @@ def document(collected: Collected) -> dict[str, Any]:
 
 def finite_rows(collected: Collected) -> list[Row]:
     """JSON has no NaN and no infinity: such values are left out."""
-    return [replace(one.row, **_not_finite(one.row)) for one in collected.found]
+    return [replace(one.row, **_not_finite(one.row)) for one in [*collected.found, *collected.tunes]]
 
 
 def _not_finite(row: Row) -> dict[str, Any]:

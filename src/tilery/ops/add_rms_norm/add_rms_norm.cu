@@ -1,73 +1,65 @@
-// One block per row, 16 bytes per access; the sum waits in registers for its mean, so x and the residual are read once.
-#include "tilery.cuh"
+// Sums in registers, add_rms_norm; read again, add_rms_norm_long; or in shared memory, add_rms_norm_ring.
+#include "tilery_ring.cuh"
 
-// total = x + r rounded to T, as values that T can hold.
+// x + r, rounded and written.
 template <typename T, int VEC>
-__device__ void add(float (&values)[VEC], const T* x, const T* r, T* total) {
-    float other[VEC];
-    load(values, x);
-    load(other, r);
+__device__ Pack<T, VEC> add(const Pack<T, VEC>& x, const Pack<T, VEC>& r, T* total) {
+    float values[VEC];
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) values[i] += other[i];
-    const auto pack = Pack<T, VEC>::rounded(values);
-    pack.to_global(total);
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) values[i] = static_cast<float>(pack.at[i]);
+    for (int i = 0; i < VEC; ++i) values[i] = static_cast<float>(x.at[i]) + static_cast<float>(r.at[i]);
+    const auto sum = Pack<T, VEC>::rounded(values);
+    sum.to_global(total);
+    return sum;
 }
 
-template <typename T, int VEC, int STEPS, int THREADS>
+template <typename T, int VEC, int STEPS, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS) add_rms_norm(
-    const T* x, const T* r, const T* w, T* y, T* total, i64 x_stride, i64 r_stride, i64 n, float eps, float offset) {
-    x += blockIdx.x * x_stride;
-    r += blockIdx.x * r_stride;
-    y += blockIdx.x * n;
-    total += blockIdx.x * n;
-    float row[STEPS][VEC], squares = 0.0f;
-    Pack<T, VEC> weight[STEPS];  // under way before the sum waits for the row
+    const T* x, const T* r, const T* w, T* y, T* total, i64 x_stride, i64 r_stride, i64 m, i64 n, float eps,
+    float offset) {
+    using Row = Row<T, VEC, STEPS, THREADS, BLOCKS>;
+    Row::cluster::begin();
+    total += Row::index() * n;
+    Row row, other;
+    row.load(x + Row::index() * x_stride, n);
+    other.load(r + Row::index() * r_stride, n);
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-        const int col = (s * THREADS + threadIdx.x) * VEC;
-        if (col < n) {  // VEC divides n: a pack lies inside or outside
-            add(row[s], x + col, r + col, total + col);
-            weight[s] = Pack<T, VEC>::from(w + col);
-#pragma unroll
-            for (int i = 0; i < VEC; ++i) squares += row[s][i] * row[s][i];
-        }
-    }
-    const float scale = rsqrtf(reduce_block<Sum, THREADS>(squares) / n + eps);
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-        const int col = (s * THREADS + threadIdx.x) * VEC;
-        if (col < n) {
-#pragma unroll
-            for (int i = 0; i < VEC; ++i) row[s][i] *= scale * (static_cast<float>(weight[s].at[i]) + offset);
-            store(y + col, row[s]);
-        }
-    }
+    for (int s = 0; s < STEPS; ++s)
+        if (Row::column(s) < n) row.packs[s] = add(row.packs[s], other.packs[s], total + Row::column(s));
+    other.load(w, n);  // under way before the sum waits for the row
+    write_normalised(y + Row::index() * n, row, other, n, eps, offset);
 }
 
-// For rows that no block's registers hold: a thread reads the sums that it wrote, from a cache where they fit.
-template <typename T, int VEC, int THREADS>
+// For rows that no registers hold: a thread reads the sums that it wrote, from the cache where they fit.
+template <typename T, int VEC, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS) add_rms_norm_long(
-    const T* x, const T* r, const T* w, T* y, T* total, i64 x_stride, i64 r_stride, i64 n, float eps, float offset) {
-    x += blockIdx.x * x_stride;
-    r += blockIdx.x * r_stride;
-    y += blockIdx.x * n;
-    total += blockIdx.x * n;
+    const T* x, const T* r, const T* w, T* y, T* total, i64 x_stride, i64 r_stride, i64 m, i64 n, float eps,
+    float offset) {
+    Cluster<BLOCKS>::begin();
+    const i64 row = blockIdx.x / BLOCKS;
+    r += row * r_stride;
+    total += row * n;
     float squares = 0.0f;
-    for (i64 col = threadIdx.x * VEC; col < n; col += THREADS * VEC) {
-        float values[VEC];
-        add(values, x + col, r + col, total + col);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) squares += values[i] * values[i];
-    }
-    const float scale = rsqrtf(reduce_block<Sum, THREADS>(squares) / n + eps);
-    for (i64 col = threadIdx.x * VEC; col < n; col += THREADS * VEC) {
-        float values[VEC], weight[VEC];
-        load(values, total + col);
-        load(weight, w + col);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) values[i] *= scale * (weight[i] + offset);
-        store(y + col, values);
-    }
+    stream<VEC, THREADS, BLOCKS>(x + row * x_stride, n, [&](i64 col, const Pack<T, VEC>& pack) {
+        squares += add(pack, Pack<T, VEC>::from(r + col), total + col).squares();
+    });
+    write_normalised_long<VEC, THREADS, BLOCKS>(y + row * n, total, w, squares, n, eps, offset);
+}
+
+template <typename T, int STEPS, int THREADS, int BLOCKS, int SLOTS>
+__global__ void __launch_bounds__(THREADS) add_rms_norm_ring(
+    const T* x, const T* r, const T* w, T* y, T* total, i64 x_stride, i64 r_stride, i64 m, i64 n, float eps,
+    float offset) {
+    constexpr int VEC = 16 / sizeof(T);
+    float squares = 0.0f, scale;
+    pass_rows<STEPS, THREADS, BLOCKS, SLOTS, 2>(
+        {x, r}, {x_stride, r_stride}, m, n,
+        [&](i64 row, int col, Pack<T, VEC> (&packs)[2]) {
+            packs[0] = add(packs[0], packs[1], total + row * n + col);
+            squares += packs[0].squares();
+        },
+        [&](int turn) { scale = row_scale<THREADS, BLOCKS>(squares, n, eps, turn), squares = 0.0f; },
+        [&](int col) { return Pack<T, VEC>::from(w + col); },
+        [&](i64 row, int col, const Pack<T, VEC>& pack, const Pack<T, VEC>& weights) {
+            write_scaled(y + row * n + col, pack, weights, scale, offset);
+        });
 }

@@ -18,28 +18,28 @@ def refusal(x: TensorSpec, residual: TensorSpec, weight: TensorSpec, config: Con
 
 
 def default(x: TensorSpec, residual: TensorSpec, weight: TensorSpec) -> Config:
-    return triton_norms.default(x)
+    return triton_norms.default(x, again=True)
 
 
 def configs(x: TensorSpec, residual: TensorSpec, weight: TensorSpec) -> list[Config]:
-    return triton_norms.configs(x)
+    return triton_norms.configs(x, again=True)
 
 
 @triton.jit(do_not_specialize=["m"])
 def _add_rms_norm(
     x_ptr, r_ptr, w_ptr, y_ptr, sum_ptr, x_stride, r_stride, m, n, eps, offset,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
     row, inside = own_rows(m, ROWS)
     x_row, r_row, y_row, sum_row = x_ptr + row * x_stride, r_ptr + row * r_stride, y_ptr + row * n, sum_ptr + row * n
-    normalise(x_row, r_row, w_ptr, None, y_row, sum_row, None, 0, inside, n, eps, offset, ROWS, BLOCK, LONG)
+    normalise(x_row, r_row, w_ptr, None, y_row, sum_row, None, 0, inside, n, eps, offset, ROWS, BLOCK, READ)
 
 
 def _arguments(config: Config, outs, x, residual, weight, eps=1e-6, offset=0.0):
     """Of tensors for `run` and of specs for `compile`: rows, launch arguments and constants."""
     m, n, stride = rows(x)
     arguments = x, residual, weight, *outs, stride, rows(residual).stride, m, n, float(eps), float(offset)
-    return m, arguments, triton_norms.options(config, n)
+    return m, arguments, triton_norms.options(config, m, n)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:

@@ -2,7 +2,7 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.op import op
-from tilery.ops.rms_norm_backward import rms_norm_backward
+from tilery.ops.rms_norm_backward import rms_norm_backward, torch_backward
 from tilery.parts import norms, rows
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case
@@ -51,6 +51,13 @@ def inputs(
 def _torch(
     dy: Tensor, dresidual: Tensor | None, residual_out: Tensor, weight: Tensor, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
+    dx, dweight = torch_backward(dy, residual_out, weight, eps, offset)
+    return (dx if dresidual is None else dx.add_(dresidual)), dweight
+
+
+def _formula(
+    dy: Tensor, dresidual: Tensor | None, residual_out: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
     dx, dweight = _gradients(
         dy.float(), dresidual if dresidual is None else dresidual.float(), residual_out.float(), weight.float(),
         eps, offset,
@@ -68,7 +75,7 @@ def _gradients(
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=norms.ALLOWED,
     runtime=("eps", "offset"), kernels=("numba", "triton"),
-    baselines=baselines(torch=_torch, compile=Compiled(_torch)),
+    baselines=baselines(torch=_torch, compile=Compiled(_formula)),
     model_sizes=lambda model: [{"n": model.hidden_size}],
     cases={
         "test": [*norms.backward_cases(), case(m=3, n=96, dtype="fp32", passed=False, offset=1.0)],

@@ -29,14 +29,14 @@ def configs(x: TensorSpec, residual, weight, per, layout, pow2, format) -> list[
 def _add_rms_norm_fp8(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, sum_ptr, x_stride, r_stride, s_stride, s_step, m, n, eps, offset,
     PER: tl.constexpr, FORMAT: tl.constexpr, POW2: tl.constexpr, NATIVE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
     row, inside = own_rows(m, ROWS)
     x_row, r_row, sum_row = x_ptr + row * x_stride, r_ptr + row * r_stride, sum_ptr + row * n
     y_row, s_row = y_ptr + row * n, s_ptr + row * s_stride
     normalise(
         x_row, r_row, w_ptr, None, y_row, sum_row, s_row, s_step, inside, n, eps, offset,
-        ROWS, BLOCK, LONG, False, PER, FORMAT, POW2, NATIVE,
+        ROWS, BLOCK, READ, False, PER, FORMAT, POW2, NATIVE,
     )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def _arguments(config: Config, outs, x, residual, weight, eps, offset, per, layo
     tensors = x, residual, weight, triton_fp8.as_bytes(values), scales, total
     arguments = *tensors, *strides, m, n, float(eps), float(offset)
     constants = {"PER": per, "FORMAT": format, "POW2": pow2, "NATIVE": triton_fp8.native(x.device)}
-    return m, arguments, constants | triton_norms.options(config, n)
+    return m, arguments, constants | triton_norms.options(config, m, n)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:

@@ -4,10 +4,11 @@ import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import STORAGE, at, load, store
+from tilery.backends.numba_glue import STORAGE, at, f32, load, store
 from tilery.ops.cast import outputs
 from tilery.parts import numba_rows
 from tilery.parts.numba_rows import Config, archs
+from tilery.parts.numba_stream import BLOCK, buffer, finish, stream, too_large
 from tilery.parts.rows import rows
 from tilery.spec import DTYPES, Artifact, TensorSpec
 
@@ -27,20 +28,37 @@ def configs(x: TensorSpec, dtype: str) -> list[Config]:
 
 
 @numba_glue.jit
-def _row(row, x, y, x_stride, n, storage, dtype):
-    x, y = at(x, row * x_stride, dtype), at(y, row * n, storage)
-    for j in range(n):
+def _convert(x, y, count, storage, dtype):
+    for j in range(count):
         store(y, j, load(x, j, dtype), storage)
+
+
+@numba_glue.jit
+def _rows(x, y, x_stride, first, last, n, past, storage, dtype):
+    held, block = buffer(BLOCK)
+    for row in range(first, last):
+        x_row, y_row = at(x, row * x_stride, dtype), at(y, row * n, storage)
+        if past:
+            for start in range(0, n, BLOCK):
+                count = min(BLOCK, n - start)
+                _convert(at(x_row, start, dtype), block, count, storage, dtype)
+                stream(block, at(y_row, start, storage), count, storage)
+        else:
+            _convert(x_row, y_row, n, storage, dtype)
+    if past:
+        finish()
+    held[0] = f32(0)  # only its address was used: without this Numba would free it before the loop
 
 
 @numba_glue.kernel
 def _cast(threads, x, y, x_stride, m, n, storage, dtype):
+    past = too_large(y, m, n, storage)
     if threads > 1:
-        for i in prange(m):  # it counts unsigned, and unsigned times signed is a float
-            _row(np.int64(i), x, y, x_stride, n, storage, dtype)
+        for i in prange(threads):
+            part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
+            _rows(x, y, x_stride, part * m // threads, (part + 1) * m // threads, n, past, storage, dtype)
     else:
-        for i in range(m):
-            _row(i, x, y, x_stride, n, storage, dtype)
+        _rows(x, y, x_stride, 0, m, n, past, storage, dtype)
 
 
 def _arguments(outs, x):

@@ -90,7 +90,7 @@ def _gradients(args: Any, outs: Any, grads: Any) -> Any:
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
     runtime=("label_smoothing", "ignore_index", "z_loss"),
-    kernels=("numba", "triton"),
+    kernels=("cuda", "numba", "triton"),
     # Not Liger: it gives no lse, and writes the gradient over its logits as it goes, which is another op.
     baselines=baselines(torch=_torch, compile=Compiled(_formula)),
     model_sizes=lambda model: [{"n": model.vocab_size}],

@@ -10,7 +10,7 @@ from tilery.device import ARCHS
 from tilery.ops.cross_entropy import outputs
 from tilery.parts import triton_losses
 from tilery.parts.rows import rows
-from tilery.parts.triton_softmax import row_sums
+from tilery.parts.triton_softmax import parts, row_sums
 from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
@@ -43,14 +43,15 @@ def configs(logits: TensorSpec, targets: TensorSpec) -> list[Config]:
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _cross_entropy(
-    logits_ptr, targets_ptr, loss_ptr, lse_ptr, stride, n, ignore_index, label_smoothing, z_loss, BLOCK: tl.constexpr
-):
+    logits_ptr, targets_ptr, loss_ptr, lse_ptr, stride, n, ignore_index, label_smoothing, z_loss,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride overflows int32 past 2**31 elements
     target = tl.load(targets_ptr + row)
     loss, lse = 0.0, 0.0
     if target != ignore_index:
         logits_ptr += row * stride
-        top, total, plain = row_sums(logits_ptr, 0, n, BLOCK)
+        top, total, plain = row_sums(logits_ptr, 0, n, BLOCK, PARTS, False)
         lse = triton_losses.log_sum(top, total)
         inside = (target >= 0) & (target < n)
         picked = tl.load(logits_ptr + target, mask=inside, other=float("nan")).to(tl.float32)
@@ -65,11 +66,15 @@ def _arguments(outs, logits, targets, label_smoothing=0.1, ignore_index=-100, z_
     return logits, targets, *outs, stride, n, ignore_index, float(label_smoothing), float(z_loss)
 
 
+def _constants(logits, config: Config) -> dict[str, int]:
+    return {"BLOCK": config.block, "PARTS": parts(logits, config.block, config.num_warps)}
+
+
 def compile(specs, config: Config, arch: str) -> Artifact:
     arguments, options = _arguments(outputs(*specs), *specs), {"num_warps": config.num_warps}
-    return triton_glue.compile(_cross_entropy, arguments, {"BLOCK": config.block}, options, arch)
+    return triton_glue.compile(_cross_entropy, arguments, _constants(specs[0], config), options, arch)
 
 
 def run(outs, args, config: Config) -> None:
     grid = (rows(args[0]).m,)
-    _cross_entropy[grid](*_arguments(outs, *args), BLOCK=config.block, num_warps=config.num_warps)
+    _cross_entropy[grid](*_arguments(outs, *args), **_constants(args[0], config), num_warps=config.num_warps)

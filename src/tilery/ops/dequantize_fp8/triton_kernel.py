@@ -1,4 +1,4 @@
-"""A program takes neighbouring stretches of 128 values, of one row or of several; each has one scale."""
+"""A program takes neighbouring stretches of 128 values of a row; each has one scale."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from tilery.ops.dequantize_fp8 import outputs
 from tilery.parts import fp8, triton_fp8, triton_pieces
 from tilery.parts.rows import rows
 from tilery.parts.triton_fp8 import widen
-from tilery.parts.triton_pieces import Config, archs
+from tilery.parts.triton_pieces import Config, archs, grid_of, own_place
 from tilery.spec import Artifact, TensorSpec, dtype_name
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
@@ -32,16 +32,15 @@ def configs(values: TensorSpec, scales: TensorSpec, per: str, dtype: str) -> lis
 
 @triton.jit
 def _dequantize(
-    v_ptr, s_ptr, y_ptr, v_stride, s_row, s_column, count, groups, k,
+    v_ptr, s_ptr, y_ptr, v_stride, s_row, s_column, groups, k,
     HIGH: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    index = tl.program_id(0).to(tl.int64) * (BLOCK // _GROUP) + tl.arange(0, BLOCK // _GROUP)
-    row, group = index // groups, (index % groups).to(tl.int32)
-    scale = tl.load(s_ptr + row // HIGH * s_row + group * s_column, mask=index < count)
+    row, block = own_place(tl.cdiv(groups, BLOCK // _GROUP))
+    group = block * (BLOCK // _GROUP) + tl.arange(0, BLOCK // _GROUP)
+    scale = tl.load(s_ptr + row // HIGH * s_row + group * s_column, mask=group < groups)
     cols = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-    mask = (index < count)[:, None] & (cols < k)
-    values = widen(tl.load(v_ptr + (row * v_stride)[:, None] + cols, mask=mask, other=0), FORMAT, NATIVE)
-    tl.store(y_ptr + (row * k)[:, None] + cols, values * scale[:, None], mask=mask)
+    values = widen(tl.load(v_ptr + row * v_stride + cols, mask=cols < k, other=0), FORMAT, NATIVE)
+    tl.store(y_ptr + row * k + cols, values * scale[:, None], mask=cols < k)
 
 
 def _call(outs, config: Config, values, scales, per, dtype):
@@ -50,11 +49,11 @@ def _call(outs, config: Config, values, scales, per, dtype):
     groups = fp8.ceil_div(k, fp8.GROUP)
     s_row = 0 if per == "tensor" else scales.stride(0)
     s_column = scales.stride(1) if per in ("group", "block") else 0
-    arguments = triton_fp8.as_bytes(values), scales, outs[0], stride, s_row, s_column, m * groups, groups, k
+    arguments = triton_fp8.as_bytes(values), scales, outs[0], stride, s_row, s_column, groups, k
     high = fp8.GROUP if per == "block" else 1
     native = triton_fp8.native(values.device)
     constants = {"HIGH": high, "FORMAT": dtype_name(values.dtype), "NATIVE": native, "BLOCK": config.block}
-    return (triton.cdiv(m * groups, config.block // fp8.GROUP),), arguments, constants
+    return grid_of(m, triton.cdiv(groups, config.block // fp8.GROUP)), arguments, constants
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:

@@ -28,17 +28,17 @@ def configs(x: TensorSpec, weight: TensorSpec, bias: TensorSpec) -> list[Config]
 @triton.jit(do_not_specialize=["m"])
 def _layer_norm(
     x_ptr, w_ptr, b_ptr, y_ptr, x_stride, m, n, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
     row, inside = own_rows(m, ROWS)
     x_row, y_row = x_ptr + row * x_stride, y_ptr + row * n
-    normalise(x_row, None, w_ptr, b_ptr, y_row, None, None, 0, inside, n, eps, 0.0, ROWS, BLOCK, LONG, CENTRED=True)
+    normalise(x_row, None, w_ptr, b_ptr, y_row, None, None, 0, inside, n, eps, 0.0, ROWS, BLOCK, READ, CENTRED=True)
 
 
 def _arguments(config: Config, outs, x, weight, bias, eps=1e-5):
     """Of tensors for `run` and of specs for `compile`: rows, launch arguments and constants."""
     m, n, stride = rows(x)
-    return m, (x, weight, bias, outs[0], stride, m, n, float(eps)), triton_norms.options(config, n)
+    return m, (x, weight, bias, outs[0], stride, m, n, float(eps)), triton_norms.options(config, m, n)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:

@@ -9,7 +9,8 @@ import torch
 from tilery.backends import cuda_glue
 from tilery.device import ARCHS
 from tilery.ops.matmul import layout
-from tilery.spec import Artifact, TensorSpec
+from tilery.parts.tiles import tiled_product
+from tilery.spec import Artifact, TensorSpec, Work
 
 archs = ARCHS
 
@@ -70,6 +71,10 @@ def default(a: TensorSpec, b: TensorSpec) -> Config:
 
 def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
     return list(_SINGLE if a.dtype == torch.float32 else _HALF)
+
+
+def estimate(a: TensorSpec, b: TensorSpec, config: Config) -> Work:
+    return tiled_product(a, b, config.block_m, config.block_n)
 
 
 def _shared(itemsize: int, config: Config) -> int:

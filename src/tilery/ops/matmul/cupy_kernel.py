@@ -1,10 +1,10 @@
 """One block per tile of c: tiles of a and b pass through shared memory, a thread sums a small square in registers."""
 
 from tilery.backends import cupy_glue
-from tilery.ops.matmul.register_tiles import Config, archs, configs, default, refusal
+from tilery.ops.matmul.register_tiles import Config, archs, configs, default, estimate, refusal
 from tilery.spec import Artifact
 
-__all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
+__all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refusal", "run"]
 
 
 _SOURCE = r"""

@@ -9,7 +9,8 @@ from tilery.backends import cutile_glue
 from tilery.backends.cutile_glue import Launch
 from tilery.device import ARCHS
 from tilery.ops.matmul import outputs
-from tilery.spec import Artifact, TensorSpec
+from tilery.parts.tiles import tiled_product
+from tilery.spec import Artifact, TensorSpec, Work
 
 archs = ARCHS
 
@@ -70,6 +71,10 @@ def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
     m = a.shape[0]
     near = [c for c in _candidates(a, b) if c.tile_m < 8 * max(m, 16) and min(m, 4096) <= 64 * c.tile_m]
     return [c for c in near if refusal(a, b, c) is None]
+
+
+def estimate(a: TensorSpec, b: TensorSpec, config: Config) -> Work:
+    return tiled_product(a, b, config.tile_m, config.tile_n, config.num_ctas)
 
 
 def _candidates(a: TensorSpec, b: TensorSpec) -> tuple[Config, ...]:

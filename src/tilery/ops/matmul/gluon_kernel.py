@@ -16,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilery import device
 from tilery.backends import gluon_glue
 from tilery.ops.matmul import layout, outputs
-from tilery.spec import Artifact, TensorSpec, dtype_name
+from tilery.parts.tiles import tiled_product
+from tilery.spec import Artifact, TensorSpec, Work, dtype_name
 
 archs = ("sm_90",)  # wgmma
 
@@ -71,6 +72,10 @@ def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
     ]
     found = [Config(*tile, stages) for tile in tiles for stages in (2, 3, 4, 6)]
     return [c for c in found if refusal(a, b, c) is None]
+
+
+def estimate(a: TensorSpec, b: TensorSpec, config: Config) -> Work:
+    return tiled_product(a, b, config.block_m, config.block_n)
 
 
 @gluon.jit

@@ -6,10 +6,10 @@ from numba import cuda
 from numba.cuda.types import float32, int64, void
 
 from tilery.backends import numba_cuda_glue
-from tilery.ops.matmul.register_tiles import Config, archs, configs, default, refusal
+from tilery.ops.matmul.register_tiles import Config, archs, configs, default, estimate, refusal
 from tilery.spec import Artifact
 
-__all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
+__all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refusal", "run"]
 
 
 @functools.cache

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from tilery.device import ARCHS
-from tilery.spec import TensorSpec
+from tilery.parts.tiles import tiled_product
+from tilery.spec import TensorSpec, Work
 
 archs = ARCHS
 
@@ -48,3 +49,7 @@ def default(a: TensorSpec, b: TensorSpec) -> Config:
 
 def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
     return list(_CONFIGS)
+
+
+def estimate(a: TensorSpec, b: TensorSpec, config: Config) -> Work:
+    return tiled_product(a, b, config.block_m, config.block_n)

@@ -9,7 +9,8 @@ from tilery import device
 from tilery.backends import tilelang_glue
 from tilery.device import ARCHS
 from tilery.ops.matmul import layout
-from tilery.spec import Artifact, TensorSpec, dtype_name
+from tilery.parts.tiles import tiled_product
+from tilery.spec import Artifact, TensorSpec, Work, dtype_name
 
 archs = ARCHS
 
@@ -63,6 +64,10 @@ def default(a: TensorSpec, b: TensorSpec) -> Config:
 def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
     tall = a.shape[0] > 64
     return [c for c in _CONFIGS if (c.block_m >= 64 if tall else c.block_m <= 64) and refusal(a, b, c) is None]
+
+
+def estimate(a: TensorSpec, b: TensorSpec, config: Config) -> Work:
+    return tiled_product(a, b, config.block_m, config.block_n)
 
 
 def _matmul(n: int, k: int, dtype: str, trans_a: bool, trans_b: bool, even: bool, config: Config):

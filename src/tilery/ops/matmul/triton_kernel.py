@@ -10,7 +10,8 @@ from tilery import device
 from tilery.backends import triton_glue
 from tilery.device import ARCHS
 from tilery.ops.matmul import outputs
-from tilery.spec import Artifact, TensorSpec
+from tilery.parts.tiles import tiled_product
+from tilery.spec import Artifact, TensorSpec, Work
 
 archs = ARCHS
 
@@ -56,6 +57,10 @@ def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
     )
     found = [Config(*tile, stages) for tile in tiles for stages in (2, 3, 4)]
     return [c for c in found if refusal(a, b, c) is None]
+
+
+def estimate(a: TensorSpec, b: TensorSpec, config: Config) -> Work:
+    return tiled_product(a, b, config.block_m, config.block_n)
 
 
 @triton.jit

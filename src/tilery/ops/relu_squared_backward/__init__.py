@@ -40,6 +40,11 @@ def inputs(
 
 
 def _torch(dy: Tensor, x: Tensor) -> Tensor:
+    """In two passes, where autograd makes four."""
+    return torch.addcmul(x.new_zeros(()), dy, torch.relu(x), value=2)
+
+
+def _formula(dy: Tensor, x: Tensor) -> Tensor:
     return dy * 2 * torch.relu(x)
 
 
@@ -47,7 +52,7 @@ def _torch(dy: Tensor, x: Tensor) -> Tensor:
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
     kernels=("numba", "triton"),
     baselines=baselines(
-        torch=_torch, compile=Compiled(_torch),
+        torch=_torch, compile=Compiled(_formula),
         liger=lambda dy, x: load("liger_kernel.ops").relu_squared_backward(x, dy),
     ),
     model_sizes=lambda model: [{"n": model.mlp_size}],

@@ -1,55 +1,40 @@
-// One block per row, 16 bytes per access; the row waits in registers for its mean, so x is read once.
-#include "tilery.cuh"
+// Rows in registers, rms_norm; read again, rms_norm_long; or passing through shared memory, rms_norm_ring.
+#include "tilery_ring.cuh"
 
-template <typename T, int VEC, int STEPS, int THREADS>
+template <typename T, int VEC, int STEPS, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS) rms_norm(
-    const T* x, const T* w, T* y, i64 x_stride, i64 n, float eps, float offset) {
-    x += blockIdx.x * x_stride;
-    y += blockIdx.x * n;
-    float row[STEPS][VEC], squares = 0.0f;
-    Pack<T, VEC> weight[STEPS];  // under way before the sum waits for the row
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-        const int col = (s * THREADS + threadIdx.x) * VEC;
-        if (col < n) {  // VEC divides n: a pack lies inside or outside
-            load(row[s], x + col);
-            weight[s] = Pack<T, VEC>::from(w + col);
-#pragma unroll
-            for (int i = 0; i < VEC; ++i) squares += row[s][i] * row[s][i];
-        }
-    }
-    const float scale = rsqrtf(reduce_block<Sum, THREADS>(squares) / n + eps);
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-        const int col = (s * THREADS + threadIdx.x) * VEC;
-        if (col < n) {
-#pragma unroll
-            for (int i = 0; i < VEC; ++i) row[s][i] *= scale * (static_cast<float>(weight[s].at[i]) + offset);
-            store(y + col, row[s]);
-        }
-    }
+    const T* x, const T* w, T* y, i64 x_stride, i64 m, i64 n, float eps, float offset) {
+    using Row = Row<T, VEC, STEPS, THREADS, BLOCKS>;
+    Row::cluster::begin();
+    Row row, weights;
+    row.load(x + Row::index() * x_stride, n);
+    weights.load(w, n);  // under way before the sum waits for the row
+    write_normalised(y + Row::index() * n, row, weights, n, eps, offset);
 }
 
-// For rows that no block's registers hold: x is read twice, the second time from a cache where it fits.
-template <typename T, int VEC, int THREADS>
+// For rows that no registers hold: x is read twice, the second time from the cache where it fits.
+template <typename T, int VEC, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS) rms_norm_long(
-    const T* x, const T* w, T* y, i64 x_stride, i64 n, float eps, float offset) {
-    x += blockIdx.x * x_stride;
-    y += blockIdx.x * n;
+    const T* x, const T* w, T* y, i64 x_stride, i64 m, i64 n, float eps, float offset) {
+    Cluster<BLOCKS>::begin();
+    x += blockIdx.x / BLOCKS * x_stride;
+    y += blockIdx.x / BLOCKS * n;
     float squares = 0.0f;
-    for (i64 col = threadIdx.x * VEC; col < n; col += THREADS * VEC) {
-        float values[VEC];
-        load(values, x + col);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) squares += values[i] * values[i];
-    }
-    const float scale = rsqrtf(reduce_block<Sum, THREADS>(squares) / n + eps);
-    for (i64 col = threadIdx.x * VEC; col < n; col += THREADS * VEC) {
-        float values[VEC], weight[VEC];
-        load(values, x + col);
-        load(weight, w + col);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) values[i] *= scale * (weight[i] + offset);
-        store(y + col, values);
-    }
+    stream<VEC, THREADS, BLOCKS>(x, n, [&](i64, const Pack<T, VEC>& pack) { squares += pack.squares(); });
+    write_normalised_long<VEC, THREADS, BLOCKS>(y, x, w, squares, n, eps, offset);
+}
+
+template <typename T, int STEPS, int THREADS, int BLOCKS, int SLOTS>
+__global__ void __launch_bounds__(THREADS) rms_norm_ring(
+    const T* x, const T* w, T* y, i64 x_stride, i64 m, i64 n, float eps, float offset) {
+    constexpr int VEC = 16 / sizeof(T);
+    float squares = 0.0f, scale;
+    pass_rows<STEPS, THREADS, BLOCKS, SLOTS, 1>(
+        {x}, {x_stride}, m, n,
+        [&](i64, int, const Pack<T, VEC> (&packs)[1]) { squares += packs[0].squares(); },
+        [&](int turn) { scale = row_scale<THREADS, BLOCKS>(squares, n, eps, turn), squares = 0.0f; },
+        [&](int col) { return Pack<T, VEC>::from(w + col); },
+        [&](i64 row, int col, const Pack<T, VEC>& pack, const Pack<T, VEC>& weights) {
+            write_scaled(y + row * n + col, pack, weights, scale, offset);
+        });
 }

@@ -18,29 +18,29 @@ def refusal(x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> 
 
 
 def default(x: TensorSpec, weight: TensorSpec) -> Config:
-    return triton_norms.default(x)
+    return triton_norms.default(x, again=True)
 
 
 def configs(x: TensorSpec, weight: TensorSpec) -> list[Config]:
-    return triton_norms.configs(x)
+    return triton_norms.configs(x, again=True)
 
 
 @triton.jit(do_not_specialize=["m"])
 def _rms_norm(
     x_ptr, w_ptr, y_ptr, x_stride, heads, step, m, n, eps, offset,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
     row, inside = own_rows(m, ROWS)
     x_row = x_ptr + (row // heads) * x_stride + (row % heads) * step
     y_row = y_ptr + row * n
-    normalise(x_row, None, w_ptr, None, y_row, None, None, 0, inside, n, eps, offset, ROWS, BLOCK, LONG)
+    normalise(x_row, None, w_ptr, None, y_row, None, None, 0, inside, n, eps, offset, ROWS, BLOCK, READ)
 
 
 def _arguments(config: Config, outs, x, weight, eps=1e-6, offset=0.0):
     """Of tensors for `run` and of specs for `compile`: rows, launch arguments and constants."""
     m, n, stride, count, step = heads(x)
     arguments = x, weight, outs[0], stride, count, step, m, n, float(eps), float(offset)
-    return m, arguments, triton_norms.options(config, n)
+    return m, arguments, triton_norms.options(config, m, n)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:

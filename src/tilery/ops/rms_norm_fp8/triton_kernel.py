@@ -29,13 +29,13 @@ def configs(x: TensorSpec, weight: TensorSpec, per, layout, pow2, format) -> lis
 def _rms_norm_fp8(
     x_ptr, w_ptr, y_ptr, s_ptr, x_stride, s_stride, s_step, m, n, eps, offset,
     PER: tl.constexpr, FORMAT: tl.constexpr, POW2: tl.constexpr, NATIVE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
     row, inside = own_rows(m, ROWS)
     x_row, y_row, s_row = x_ptr + row * x_stride, y_ptr + row * n, s_ptr + row * s_stride
     normalise(
         x_row, None, w_ptr, None, y_row, None, s_row, s_step, inside, n, eps, offset,
-        ROWS, BLOCK, LONG, False, PER, FORMAT, POW2, NATIVE,
+        ROWS, BLOCK, READ, False, PER, FORMAT, POW2, NATIVE,
     )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def _arguments(config: Config, outs, x, weight, eps, offset, per, layout, pow2, 
     strides = stride, scales.stride(0), scales.stride(1)
     arguments = x, weight, triton_fp8.as_bytes(values), scales, *strides, m, n, float(eps), float(offset)
     constants = {"PER": per, "FORMAT": format, "POW2": pow2, "NATIVE": triton_fp8.native(x.device)}
-    return m, arguments, constants | triton_norms.options(config, n)
+    return m, arguments, constants | triton_norms.options(config, m, n)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:

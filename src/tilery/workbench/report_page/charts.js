@@ -6,6 +6,10 @@ function logScale(low, high, from, to) {
   return (value) => from + ((Math.log(value) - a) / (b - a || 1)) * (to - from);
 }
 
+function linearScale(low, high, from, to) {
+  return (value) => from + ((value - low) / (high - low || 1)) * (to - from);
+}
+
 function decades(low, high) {
   const made = [];
   for (let power = Math.ceil(Math.log10(low) - 1e-9); 10 ** power <= high * (1 + 1e-9); power += 1)
@@ -84,11 +88,11 @@ function rowWords(row) {
   ];
 }
 
-/** A frame with log axes; gives the scales and the group to draw into. */
-function frame(holder, { height, x, y, xTicks, yTicks, xWords, yWords, label }) {
+/** A frame with log axes, of which x may be another; gives the scales and the group to draw into. */
+function frame(holder, { height, x, y, xTicks, yTicks, xWords, yWords, label, xScale = logScale, top = 14 }) {
   const width = Math.max(280, holder.clientWidth);
-  const box = { left: 58, right: width - 14, top: 14, bottom: height - 42 };
-  const toX = logScale(x[0], x[1], box.left, box.right);
+  const box = { left: 58, right: width - 14, top, bottom: height - 42 };
+  const toX = xScale(x[0], x[1], box.left, box.right);
   const toY = logScale(y[0], y[1], box.bottom, box.top);
   const drawn = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": label, class: "chart" });
   for (const [value, words] of yTicks) {

@@ -50,17 +50,17 @@ function roving(container, selector) {
 }
 
 /** Says more of a mark on hover and on focus; a click or Enter opens its row in the table. */
-function explained(mark, lines, row) {
+function explained(mark, lines, row, open = openRow) {
   const show = () => showTip(mark, lines());
   mark.addEventListener("mouseenter", show);
   mark.addEventListener("focus", show);
   mark.addEventListener("mouseleave", hideTip);
   mark.addEventListener("blur", hideTip);
-  mark.addEventListener("click", () => openRow(row));
+  mark.addEventListener("click", () => open(row));
   mark.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" && event.key !== " ") return;
     event.preventDefault();
-    openRow(row);
+    open(row);
   });
   return mark;
 }

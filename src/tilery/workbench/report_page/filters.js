@@ -69,7 +69,7 @@ function buildFilters() {
 }
 
 function syncFilters() {
-  for (const name of ["q", "op", "device", "status", "inputs", "run", "peer"]) {
+  for (const name of ["q", "op", "device", "status", "inputs", "run", "peer", "along"]) {
     const control = byId(`choose-${name}`);
     if (control && control.value !== state[name]) control.value = state[name];
   }

@@ -3,8 +3,9 @@
 
 function buildHead() {
   const words = [
-    DATA.devices.map((device) => device.name).join(", "),
-    count(DATA.rows.length, "row"),
+    CHOICES.device.join(", "),
+    DATA.rows.length > 0 && count(DATA.rows.length, "row"),
+    CANDIDATES.length > 0 && `${count(CANDIDATES.length, "candidate")} of ${count(DATA.tunes.length, "tuned problem")}`,
     count(DATA.runs.length, "run"),
   ];
   byId("lede").textContent = words.filter(Boolean).join(" · ");
@@ -19,11 +20,22 @@ function buildHead() {
   byId("notices").append(...DATA.notices.map(noticeOf));
   const how = "Medians with 95 % intervals; ratios round by round within one run.";
   byId("foot").append(`Made with tilery ${DATA.made.tilery} on ${date(DATA.made.at)}. ${how}`);
-  const jumps = [...DATA.devices.map((device, i) => [`device-${i}`, device.name]), ["rows", "Rows"]];
+  const jumps = [
+    ...DATA.devices.map((device, i) => [`device-${i}`, device.name]),
+    ...(DATA.tunes.length ? [["tunes", "Tuned"]] : []),
+    ...(hasTable() ? [["rows", "Rows"]] : []),
+  ];
   byId("sections").append(
     ...jumps.map(([id, name]) => html("a", { href: `#${id}`, onclick: (event) => jump(event, id) }, name)),
   );
-  document.querySelector(".skip").addEventListener("click", (event) => jump(event, "rows"));
+  const [skip, end] = [document.querySelector(".skip"), hasTable() ? "rows" : "tunes"];
+  if (!hasTable()) skip.textContent = "Skip to the candidates";
+  skip.addEventListener("click", (event) => jump(event, end));
+}
+
+/** A run of the tuner alone has candidates and no other rows. */
+function hasTable() {
+  return DATA.rows.length > 0 || !DATA.tunes.length;
 }
 
 /** Not through the hash: that holds the filters. */

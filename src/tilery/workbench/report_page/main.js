@@ -1,5 +1,5 @@
 "use strict";
-// A section per device and the table, drawn anew whenever a filter changes.
+// A section per device, what was tuned and the table, drawn anew whenever a filter changes.
 
 function buildDevice({ name, ceilings }, i) {
   const roof = ceilings
@@ -47,8 +47,9 @@ function draw() {
   const rows = DATA.rows.filter(passes);
   hideTip();
   syncFilters();
-  byId("nothing").hidden = rows.length > 0;
+  byId("nothing").hidden = rows.length > 0 || CANDIDATES.some(passes);
   drawDevices(rows);
+  drawLandscapes();
   drawTable(rows);
 }
 
@@ -56,7 +57,9 @@ buildTheme();
 buildHead();
 buildFilters();
 DATA.devices.forEach(buildDevice);
+buildLandscapes();
 buildTable();
+byId("rows").hidden = !hasTable();
 draw();
 addEventListener("hashchange", () => {
   state = readHash();
@@ -69,4 +72,5 @@ addEventListener("resize", () => {
   if (innerWidth === width) return; // a phone's address bar changes the height only
   width = innerWidth;
   drawDevices(DATA.rows.filter(passes));
+  drawLandscapes();
 });

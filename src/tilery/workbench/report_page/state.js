@@ -20,8 +20,10 @@ const NUMBERS = [
   "shared",
 ];
 const DATA = JSON.parse(byId("data").textContent);
-DATA.rows.forEach((row, index) => {
-  row.index = index;
+const CANDIDATES = DATA.tunes.flatMap((tune) => tune.rows);
+const EVERY_ROW = [...DATA.rows, ...CANDIDATES];
+DATA.rows.forEach((row, index) => (row.index = index));
+EVERY_ROW.forEach((row) => {
   for (const name of NUMBERS) if (typeof row[name] === "string") row[name] = Number(row[name]); // "NaN", "Infinity"
   const words = [row.op, row.kernel, row.case, row.status, row.reason, row.config, row.device, row.dtype];
   row.text = words.filter(Boolean).join(" ").toLowerCase();
@@ -29,7 +31,7 @@ DATA.rows.forEach((row, index) => {
 const LANGUAGES = Object.fromEntries(DATA.languages.map((language) => [language.name, language]));
 
 function distinct(name) {
-  return [...new Set(DATA.rows.map((row) => row[name]).filter(Boolean))];
+  return [...new Set(EVERY_ROW.map((row) => row[name]).filter(Boolean))];
 }
 
 const CHOICES = {
@@ -39,6 +41,7 @@ const CHOICES = {
   inputs: distinct("inputs"),
   run: DATA.runs.map((run) => run.id),
   peer: DATA.peers,
+  along: [...new Set(DATA.tunes.flatMap((tune) => tune.fields))],
 };
 const SEVERAL = { device: CHOICES.device.length > 1, run: CHOICES.run.length > 1, inputs: CHOICES.inputs.length > 1 };
 const EVERYTHING = {
@@ -50,6 +53,7 @@ const EVERYTHING = {
   run: "",
   language: [],
   peer: DATA.peers[0] ?? "",
+  along: "", // the config's field that candidates stand along; none: in the order of their times
   sort: "",
   row: [],
 };

@@ -1,0 +1,219 @@
+"""`tilery configs`: what was tuned, taking it elsewhere, and whether it still holds."""
+
+import contextlib
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilery.cli import common
+from tilery.errors import BadInput
+
+if TYPE_CHECKING:
+    from tilery.tuned import Entry
+    from tilery.tuning.kept import File
+    from tilery.tuning.verify import Group
+
+_LISTED = ("op", "device", "whose", "buckets", "entries", "stale", "file")
+_SHOWN = (
+    "bucket", "rank", "kernel", "config", "ms", "95 %", "error", "roof", "registers", "spills", "bits", "origin",
+    "when", "reason",
+)  # fmt: skip
+
+Device = Annotated[str | None, typer.Option("--device", help="One device alone, by its name in the list.")]
+
+configs = typer.Typer(help="List, show, import, export and verify tuned configs.", invoke_without_command=True)
+
+
+@configs.callback()
+def all_of_them(context: typer.Context, json: common.Json = False) -> None:
+    """Without a verb: list."""
+    if context.invoked_subcommand is None:
+        listed(None, json)
+
+
+@configs.command("list")
+def listed(ops: common.Ops = None, json: common.Json = False) -> None:
+    """List the files of tuned configs: of which op and device, how many buckets, how many are stale."""
+    from tilery.tuning import kept
+
+    found = kept.files(common.chosen_ops(ops))
+    strangers = [] if ops else kept.strangers()
+    bad = any(each.failure for each in found)
+    if json:
+        common.print_json([], files=[_plain(each) for each in found], strangers=[str(path) for path in strangers])
+        raise typer.Exit(bad)
+    lines = [
+        (
+            each.op, each.device, each.owner, str(each.buckets or ""), str(len(each.entries) or ""),
+            str(len(each.stale) or ""), str(each.path),
+        )
+        for each in found
+    ]  # fmt: skip
+    if lines:
+        common.console().print(common.table("Tuned configs", _LISTED, lines, ("buckets", "entries", "stale")))
+    else:
+        print("nothing is tuned yet: `tilery tune OP` does it")
+    for each in found:
+        if each.failure:
+            print(f"cannot be read: {each.failure}")
+    for path in strangers:
+        print(f"no op of this name is here: {path}")
+    raise typer.Exit(bad)
+
+
+def _plain(found: "File") -> dict[str, Any]:
+    counts = {"buckets": found.buckets, "entries": len(found.entries), "stale": len(found.stale)}
+    names = {"op": found.op, "device": found.device, "owner": found.owner, "path": str(found.path)}
+    return names | counts | {"failure": found.failure}
+
+
+@configs.command("show")
+def show(
+    op: Annotated[str, typer.Argument(metavar="OP", help="Whose entries.")],
+    device: Device = None,
+    json: common.Json = False,
+) -> None:
+    """Show an op's entries: the winner of every bucket, those behind it, and what was measured of them."""
+    from dataclasses import asdict
+
+    from tilery import tuned
+    from tilery.errors import BadTunedFile
+    from tilery.tuning import kept
+
+    everything = kept.files(common.chosen_ops([op]))
+    found = [each for each in everything if device in (None, each.device)]
+    for each in found:
+        if each.failure:
+            raise BadTunedFile(each.failure)
+    if not found:
+        there = ", ".join(dict.fromkeys(each.device for each in everything)) or "none: `tilery tune` makes them"
+        raise BadInput(f"{op} has no tuned configs" + (f" of {device!r}" if device else "") + f"; there are {there}")
+    if json:
+        entries = [
+            asdict(e) | {"owner": each.owner, "path": str(each.path), "stale": tuned.stale(e)}
+            for each in found
+            for e in each.entries
+        ]
+        common.print_json([], entries=entries)
+        return
+    for each in found:
+        lines = [_shown(entry) for entry in each.entries]
+        title = f"{each.op} on {each.device}, {each.owner}: {each.path}"
+        right = ("rank", "ms", "error", "roof", "registers", "spills")
+        common.console().print(common.table(title, _SHOWN, lines, right))
+
+
+def _shown(entry: "Entry") -> tuple[str, ...]:
+    from tilery import tuned
+
+    changed = tuned.stale(entry)
+    return (
+        ",".join((*(f"{name}={value}" for name, value in entry.scaled.items()), entry.exact)),
+        str(entry.rank), entry.kernel, ",".join(f"{name}={value}" for name, value in entry.config.items()),
+        f"{entry.ms:.4g}", f"{entry.interval[0]:.4g} to {entry.interval[1]:.4g}", f"{entry.error:.1e}",
+        f"{entry.roof:.0%}", common.number(entry.registers), common.number(entry.spills),
+        "the same" if entry.bit_identical else "vary", entry.origin, entry.when,
+        common.literal(f"stale: {'; '.join(changed)}" if changed else ""),
+    )  # fmt: skip
+
+
+@configs.command("export")
+def exported(
+    ops: common.Ops = None,
+    to: Annotated[Path, typer.Option("--to", help="The file to write.")] = Path("tuned.json"),
+    device: Device = None,
+    json: common.Json = False,
+) -> None:
+    """Write what was tuned into one file, for another machine to import."""
+    from tilery.tuning import kept
+
+    common.require_writable(to)
+    found = kept.export(to, common.chosen_ops(ops), device)
+    count = sum(len(each.entries) for each in found)
+    if json:
+        made = [{"op": each.op, "device": each.device, "entries": len(each.entries)} for each in found]
+        common.print_json([], file=str(to), exported=made)
+    else:
+        print(f"{count} entries of {len({each.op for each in found})} ops in {to}")
+
+
+@configs.command("import")
+def imported(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="An export, or one file of tuned configs.")],
+    as_candidates: Annotated[
+        bool, typer.Option("--as-candidates", help="Those of this device too: to be measured before they are used.")
+    ] = False,
+    json: common.Json = False,
+) -> None:
+    """Bring in configs: this device's are used at once, another's are candidates for `tune` and `configs verify`."""
+    from tilery.tuning import kept
+
+    found = kept.bring(path, as_candidates)
+    counts = Counter(each.kept_as for each in found)
+    if json:
+        rows = [
+            {"op": b.op, "device": b.device, "kernel": b.entry.kernel, "config": b.entry.config, "exact": b.entry.exact,
+             "scaled": b.entry.scaled, "kept_as": b.kept_as, "reason": b.reason}
+            for b in found
+        ]  # fmt: skip
+        common.print_json([], imported=rows)
+        return
+    print(f"{counts['entry']} entries, {counts['candidate']} candidates, {counts['refused']} refused")
+    for (op, kernel, why), count in Counter(
+        (b.op, b.entry.kernel, b.reason) for b in found if b.kept_as == "refused"
+    ).items():
+        print(f"  {op} {kernel} refused{f' {count} times' if count > 1 else ''}: {why}")
+    if counts["candidate"]:
+        print("`tilery configs verify --fix` measures the candidates here and keeps what is fast")
+
+
+@configs.command("verify")
+def verified(
+    ops: common.Ops = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Keep what was measured now: right ones ranked anew, wrong ones gone.")
+    ] = False,
+    json: common.Json = False,
+) -> None:
+    """Check and time entries and candidates here; exit 1 if one is stale, wrong, or slower than it says."""
+    from tilery.tuning import kept, pool, verify
+
+    found = verify.groups(common.chosen_ops(ops))
+    with (
+        contextlib.closing(pool.LocalPool([str(where) for where in kept.here()])) as children,
+        common.progress(len(found)) as (say, count),
+    ):
+        for group in found:
+            verify.measure(group, children, say)
+            count()
+    failed = [group for group in found if not group.sound]
+    candidates = [group for group in found if any(item.kind == verify.CANDIDATE for item in group.items)]
+    mended = [group for group in found if (group in failed or group in candidates) and verify.fix(group)] if fix else []
+    left = [group for group in failed if group not in mended]
+    if json:
+        common.print_json([row for group in found for row in group.rows()], fixed=len(mended))
+    else:
+        _print(found, mended)
+    raise typer.Exit(1 if left else 0)
+
+
+def _print(found: "list[Group]", mended: "list[Group]") -> None:
+    rows = [row for group in found for row in group.rows()]
+    if not rows:
+        print("nothing is tuned for this machine: `tilery tune OP` does it")
+        return
+    columns = ("op", "kernel", "case", "config", "status", "ms", "error", "reason")
+    lines = [
+        (
+            row.op, row.kernel, row.case, common.literal(row.config), common.styled(row.status),
+            common.number(row.ms, ".4g"), common.number(row.error, ".1e"), common.literal(row.reason),
+        )
+        for row in rows
+    ]  # fmt: skip
+    common.console().print(common.table("Tuned configs, measured again", columns, lines, ("ms", "error")))
+    if mended:
+        print(f"{len(mended)} buckets were written anew")
+    elif any(row.status == "fail" for row in rows):
+        print("`tilery configs verify --fix` keeps what was measured now; `tilery tune OP` searches anew")

@@ -1,0 +1,162 @@
+"""`tilery tune`: the fastest kernel and config of every shape, checked against float64 and kept."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from tilery.cli import common
+from tilery.errors import BadInput
+
+if TYPE_CHECKING:
+    from tilery.tuning.tuner import Status, Tuned, TuneResult
+
+_COLUMNS = (
+    "op", "bucket", "kernel", "config", "ms", "× default", "95 %", "error", "roof", "of", "from", "reason",
+)  # fmt: skip
+_RIGHT = ("ms", "× default", "error", "roof", "of")
+_INTERRUPTED = 130
+
+
+def tune(
+    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to tune; all of a --model's.")] = None,
+    case: common.CaseText = None,
+    shapes: common.Shapes = None,
+    model: Annotated[str | None, typer.Option(help="Shapes of a model, most valuable first: llama-8b …")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks of tensor parallelism; of a --model.")] = 1,
+    backend: common.Backends = None,
+    budget: Annotated[str, typer.Option(help="Time for all: 90s, 10m, 1h30m.")] = "10m",
+    search: Annotated[str, typer.Option(help="halving, or exhaustive: everyone at full length.")] = "halving",
+    bits: Annotated[str, typer.Option(help="any, or stable: the same bits as the default gives.")] = "any",
+    gpus: Annotated[str | None, typer.Option(help="GPUs of this machine by number: 0,1.")] = None,
+    num_gpus: Annotated[int | None, typer.Option(min=1, help="So many GPUs, through Ray.")] = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="A candidate silent for so many seconds hangs.")] = 60.0,
+    config_dir: Annotated[Path | None, typer.Option(help="Where to keep what won, if not in your own folder.")] = None,
+    json: common.Json = False,
+) -> None:  # fmt: skip
+    """Find the fastest kernel and config per shape, prove it right and keep it; the same command resumes."""
+    from tilery.tuning import tune as tuned_by
+
+    chosen = common.chosen_ops(ops) if ops else []
+    if case is not None and len(chosen) != 1:
+        raise BadInput(f"--case is of one OP, got {len(chosen)}")
+    with _progress() as show:
+        try:
+            result = tuned_by(
+                chosen, cases=None if case is None else [common.parsed_case(chosen[0], case)], shapes=shapes,
+                model=model, tp=tp, backend=backend, budget=budget, search=search, bits=bits, gpus=_numbers(gpus),
+                num_gpus=num_gpus, timeout=timeout, config_dir=config_dir, progress=show,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            print("stopped; what was measured is kept, and the same command goes on from there", file=sys.stderr)
+            raise typer.Exit(_INTERRUPTED) from None
+    if json:
+        common.print_json(_winners(result), **_document(result))
+    else:
+        _print(result)
+    raise typer.Exit(1 if any(not done.entries for done in result.tuned) else 0)
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise BadInput(f"--gpus must be numbers of GPUs, separated by commas, got {text!r}")
+    return [int(part) for part in parts]
+
+
+@contextmanager
+def _progress() -> "Iterator[Callable[[Status], None]]":
+    """A line on stderr: problems done, candidates done, the best so far, time left."""
+    shown = Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
+        TextColumn("{task.fields[more]}", markup=False),
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(),
+    )  # fmt: skip
+    with shown:
+        task = shown.add_task("starting", total=None, more="")
+
+        def show(now: "Status") -> None:
+            left = f"{now.left_s // 60:.0f}:{now.left_s % 60:02.0f} left"
+            best = f"best {now.best}" if now.best else now.what
+            shown.update(
+                task, description=f"{now.problems_done}/{now.problems} {now.problem}"[:60], completed=now.done,
+                total=now.candidates, more=f"{left}  {best}"[:80],
+            )  # fmt: skip
+
+        yield show
+
+
+def _print(result: "TuneResult") -> None:
+    console = common.console()
+    console.print(common.table("tilery tune: what won", _COLUMNS, map(_line, result.tuned), _RIGHT))
+    for done in result.tuned:
+        for found in done.outcome.measured:
+            if found.status not in ("good", "refused"):
+                said = f"{done.problem.op} {done.name}: {found.candidate} {found.status}: {found.reason}"
+                console.print(common.literal(said.splitlines()[0]), highlight=False)
+    print(_times(result), file=sys.stderr)
+    if result.not_reached:
+        print(f"{len(result.not_reached)} not reached within the budget: the same command goes on", file=sys.stderr)
+    print(f"kept as run {result.run}; `tilery report {result.run}` shows every candidate", file=sys.stderr)
+
+
+def _times(result: "TuneResult") -> str:
+    parts = f"wall {result.wall_s:.1f} s, compiling {result.compile_s:.1f} s, measuring {result.measure_s:.1f} s"
+    if result.overlap is None:
+        return f"{parts}: all of it was measured before"
+    return f"{parts}: {result.overlap:.2f} times the longer of the two"
+
+
+def _line(done: "Tuned") -> tuple[str, ...]:
+    tried = str(len(done.outcome.measured))
+    if not done.outcome.ranked:
+        reasons = [f"{m.candidate}: {m.status}: {m.reason}" for m in (*done.outcome.measured, *done.left_out)]
+        return (done.problem.op, done.name, *[""] * 7, tried, "", common.literal("; ".join(reasons)))
+    won, gain = done.outcome.ranked[0], done.outcome.gain
+    entry = next(e for e in done.entries if (e.kernel, e.config) == (won.candidate.kernel, won.candidate.config))
+    config = ",".join(f"{name}={value}" for name, value in won.candidate.config.items())
+    return (
+        done.problem.op, done.name, won.candidate.kernel, config, f"{won.ms:.4g}",
+        f"{gain.ratio:.3f}" if gain else "", f"{gain.low:.3f} to {gain.high:.3f}" if gain else "",
+        f"{won.error:.0e}", f"{entry.roof:.0%}", tried, won.candidate.origin,
+        "time ran out before all were measured" if done.outcome.cut_short else "",
+    )  # fmt: skip
+
+
+def _winners(result: "TuneResult") -> Any:
+    """A row for every problem: who won, or that nobody could."""
+    from tilery.tuning.record import Recorded
+    from tilery.workbench.result import Row
+
+    for done in result.tuned:
+        if done.outcome.ranked:
+            yield Recorded(done.problem).row(done.outcome.ranked[0], rank=0)
+        else:
+            yield Row(done.problem.op, "", done.name, "fail", "no candidate is good", stage="tune")
+
+
+def _document(result: "TuneResult") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    entries = [asdict(entry) | {"op": done.problem.op} for done in result.tuned for entry in done.entries]
+    gains = [
+        {"op": done.problem.op, "case": done.name, **(asdict(done.outcome.gain) if done.outcome.gain else {})}
+        for done in result.tuned
+    ]
+    times = {"wall_s": result.wall_s, "compile_s": result.compile_s, "measure_s": result.measure_s}
+    left = [str(problem) for problem in result.not_reached]
+    return {
+        "entries": entries,
+        "gains": gains,
+        **times,
+        "overlap": result.overlap,
+        "not_reached": left,
+        "run": result.run,
+    }

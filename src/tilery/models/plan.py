@@ -1,0 +1,95 @@
+"""What a model's passes would take if every op ran at the roof, and which cases are worth tuning first."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tilery import models
+from tilery.models import roofs
+from tilery.models.model import Model
+from tilery.models.steps import DECODE, DTYPE, PREFILL, Pass, Step, steps
+from tilery.spec import Case, Cost
+
+BATCHES = (1, 16, 64)
+PROMPT = 512
+CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A pass, its steps in the model's order, and the time of one call of each at the roof."""
+
+    forward: Pass
+    steps: list[Step]
+    each_ms: list[float]
+
+    @property
+    def step_ms(self) -> list[float]:
+        """All calls of a step together."""
+        return [step.count * ms for step, ms in zip(self.steps, self.each_ms)]
+
+    @property
+    def ms(self) -> float:
+        return sum(self.step_ms)
+
+    @property
+    def shares(self) -> list[float]:
+        return [ms / self.ms for ms in self.step_ms]
+
+    @property
+    def cost(self) -> Cost:
+        flops, reads, writes = (sum(step.count * step.cost[i] for step in self.steps) for i in range(3))
+        return Cost(flops, reads, writes)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Read in a prefill, written in a decode."""
+        return 1e3 * self.forward.tokens / self.ms
+
+    def document(self) -> dict[str, Any]:
+        """Plain data: what --json prints."""
+        listed = [
+            {
+                "step": step.name, "op": step.op, "case": str(step.case), "exists": step.exists, "count": step.count,
+                **step.cost._asdict(), "ms": ms, "share": share,
+            }
+            for step, ms, share in zip(self.steps, self.each_ms, self.shares)
+        ]  # fmt: skip
+        total = self.cost._asdict() | {"ms": self.ms, "tokens_per_s": self.tokens_per_s}
+        said = {"phase": self.forward.phase, "batch": self.forward.batch, "length": self.forward.length}
+        return {**said, "steps": listed, "total": total}
+
+
+def plan(model: Model, forward: Pass, roof: roofs.Roof) -> Plan:
+    found = steps(model, forward)
+    return Plan(forward, found, [roof.ceilings.roof_ms(step.cost, DTYPE) for step in found])
+
+
+def plans(
+    model: Model, roof: roofs.Roof, batches: Iterable[int] = BATCHES, prompt: int = PROMPT, context: int = CONTEXT
+) -> list[Plan]:
+    """A prefill and a decode for each number of sequences."""
+    phases = ((PREFILL, prompt), (DECODE, context))
+    return [plan(model, Pass(phase, batch, length), roof) for batch in batches for phase, length in phases]
+
+
+class Worth(NamedTuple):
+    """A case of an op, and how long it takes at the roof in all passes that were asked for."""
+
+    op: str
+    case: Case
+    ms: float
+
+
+def cases(
+    model: str, tp: int = 1, batches: Iterable[int] = BATCHES, prompt: int = PROMPT, context: int = CONTEXT,
+    device: str | None = None,
+) -> list[Worth]:  # fmt: skip
+    """Of ops that exist, each case once, the most valuable first: what a tuner should turn to."""
+    found: dict[tuple[str, str], Worth] = {}
+    for made in plans(models.load(model, tp), roofs.find(device), batches, prompt, context):
+        for step, ms in zip(made.steps, made.step_ms):
+            if step.exists:
+                key = step.op, str(step.case)
+                found[key] = Worth(step.op, step.case, ms + (found[key].ms if key in found else 0.0))
+    return sorted(found.values(), key=lambda worth: -worth.ms)

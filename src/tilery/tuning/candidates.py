@@ -1,0 +1,154 @@
+"""Which kernels and configs are worth measuring for a problem: always the same, in the same order."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from tilery import ceilings, device, dispatch
+from tilery.op import REGISTRY, Op
+from tilery.spec import TensorSpec, Work, dtype_name
+from tilery.tuning.data import Candidate, Measured, Problem
+from tilery.workbench.compile import specs_for
+
+_HOPELESS = 2.0  # times the best modelled time
+# What a processor reads above its share of the memory's rate: L2 holds what blocks share, and a few blocks have the
+# memory to themselves. Chosen to fit a Triton matmul of 4096³ on an H200: tiles of 128 × 128 took 201 µs, modelled
+# are 209; those of 128 × 256 took 263, modelled are 180. That is how far the model can be trusted.
+_ABOVE_SHARE = 2.5
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the cost model knows of a device."""
+
+    processors: int
+    flops: float  # FLOP/s of all of them
+    bandwidth: float  # bytes/s
+    least_ms: float  # of this problem, whatever the kernel
+
+
+def collect(
+    problem: Problem, kernels: Sequence[str], imported: Iterable[Candidate] = ()
+) -> tuple[list[Candidate], list[Measured]]:
+    """What to measure, and what is left out: "refused" or "pruned", with the reason.
+
+    In the op's order of kernels; of each its default, its configs, then those imported. Imported ones have an origin
+    and won elsewhere: the model has no say over them.
+    """
+    op, specs, imported = REGISTRY[problem.op], specs_of(problem), list(imported)
+    op.validate(specs)
+    chosen: list[Candidate] = []
+    left_out: list[Measured] = []
+    asked = [kernel for kernel in op.kernels if kernel in kernels]
+    for kernel in asked:
+        brought = [candidate for candidate in imported if candidate.kernel == kernel]
+        if why := _kernel_refusal(op, kernel, specs):
+            left_out += [Measured(candidate, "refused", why) for candidate in (Candidate(kernel, {}), *brought)]
+            continue
+        for candidate, why in _of_kernel(op, kernel, specs, brought):
+            if why is not None:
+                left_out.append(Measured(candidate, "refused", why))
+            else:
+                chosen.append(candidate)
+    for candidate in imported:
+        if candidate.kernel not in asked:
+            why = f"{candidate.kernel} is not among {op.name}'s kernels to tune: {', '.join(asked)}"
+            left_out.append(Measured(candidate, "refused", why))
+    kept, pruned = _without_hopeless(op, specs, chosen)
+    return kept, left_out + pruned
+
+
+def specs_of(problem: Problem) -> tuple[Any, ...]:
+    """What the op's functions see of the problem's arguments. Nothing is drawn, nothing put on the device."""
+    op, where = REGISTRY[problem.op], torch.device(problem.device)
+    if problem.case is not None:
+        return specs_for(op, problem.case, problem.device)
+    args = torch.load(str(problem.saved), map_location="cpu", mmap=True, weights_only=True)
+    return tuple(s._replace(device=where) if isinstance(s, TensorSpec) else s for s in op.specs(args))
+
+
+def dtype_of(specs: tuple[Any, ...]) -> str:
+    """By which a peak is chosen: that of the first tensor of floats."""
+    floats = (s.dtype for s in specs if isinstance(s, TensorSpec) and s.dtype.is_floating_point)
+    return next(map(dtype_name, floats), "fp32")
+
+
+def _kernel_refusal(op: Op, kernel: str, specs: tuple[Any, ...]) -> str | None:
+    where = _device(specs)
+    if why := dispatch.environment_refusal(op, kernel, where, specs):
+        return why
+    if where.type == "cpu" and "cpu" not in op.kernel(kernel).archs:
+        return "is interpreted on a CPU, which tells nothing of its speed"
+    return dispatch.problem_refusal(op, kernel, specs)
+
+
+def _device(specs: tuple[Any, ...]) -> torch.device:
+    return next(s.device for s in specs if isinstance(s, TensorSpec))
+
+
+def _of_kernel(
+    op: Op, kernel: str, specs: tuple[Any, ...], brought: list[Candidate]
+) -> Iterator[tuple[Candidate, str | None]]:
+    """Every candidate and why it is refused."""
+    module, known = op.kernel(kernel), list[dict[str, Any]]()
+    for config in (module.default(*specs), *module.configs(*specs)):
+        if asdict(config) not in known:
+            known.append(asdict(config))
+            yield Candidate(kernel, known[-1]), dispatch.problem_refusal(op, kernel, specs, config)
+    for candidate in brought:
+        try:
+            config = module.Config(**candidate.config)
+            why = dispatch.problem_refusal(op, kernel, specs, config)
+        except Exception as error:  # of another version or written by hand: it may break the kernel's code anywhere
+            yield candidate, f"{kernel} takes no config {candidate.config}: {type(error).__name__}: {error}"
+            continue
+        if asdict(config) not in known:
+            known.append(asdict(config))
+            yield Candidate(kernel, known[-1], candidate.origin), why
+
+
+# The cost model
+
+
+def modelled_ms(work: Work, machine: Machine) -> float:
+    """Waves of blocks, each as long as its arithmetic or its bytes take one processor; no less than the roof."""
+    waves = -(-work.blocks // machine.processors)
+    arithmetic = work.flops * machine.processors / machine.flops
+    memory = work.bytes * machine.processors / (machine.bandwidth * _ABOVE_SHARE)
+    return max(1e3 * waves * max(arithmetic, memory), machine.least_ms)
+
+
+def _without_hopeless(
+    op: Op, specs: tuple[Any, ...], candidates: list[Candidate]
+) -> tuple[list[Candidate], list[Measured]]:
+    """Without those modelled far slower than the best; a kernel's default and what cannot be modelled stay."""
+    machine: Machine | None = None
+    modelled: dict[int, float] = {}
+    for i, candidate in enumerate(candidates):
+        module = op.kernel(candidate.kernel)
+        if hasattr(module, "estimate"):
+            machine = machine or _machine(op, specs)
+            work = module.estimate(*specs, config=module.Config(**candidate.config))
+            modelled[i] = modelled_ms(work, machine)
+    best = min(modelled.values(), default=0.0)
+    kept: list[Candidate] = []
+    pruned: list[Measured] = []
+    for i, candidate in enumerate(candidates):
+        default = all(candidate.kernel != before.kernel for before in candidates[:i])
+        if default or candidate.origin or modelled.get(i, 0.0) <= _HOPELESS * best:
+            kept.append(candidate)
+        else:
+            why = f"modelled at {modelled[i]:.4g} ms, more than {_HOPELESS:g} times the best's {best:.4g} ms"
+            pruned.append(Measured(candidate, "pruned", why))
+    return kept, pruned
+
+
+def _machine(op: Op, specs: tuple[Any, ...]) -> Machine:
+    where, cost = _device(specs), op.cost(*specs)
+    roof, dtype = ceilings.ceilings(where), dtype_of(specs)
+    cuda = where.type == "cuda"
+    processors = torch.cuda.get_device_properties(where).multi_processor_count if cuda else device.cores()
+    flops = roof.flops.get(dtype, max(roof.flops.values()))
+    return Machine(processors, flops, roof.read, roof.roof_ms(cost, dtype))

@@ -1,0 +1,170 @@
+"""What is kept of tuning: which files there are, taking them elsewhere, and bringing in those of another machine."""
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilery import device, dispatch, settings, tuned, tuned_files
+from tilery.errors import BadInput, BadTunedFile
+from tilery.op import REGISTRY, Op
+from tilery.spec import Case
+from tilery.tuned_files import MEND, Document, Entry
+from tilery.workbench.compile import specs_for
+
+YOURS, SHIPPED, CANDIDATES = "yours", "shipped", "candidates"
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """A file of tuned configs; `failure` says why it cannot be read."""
+
+    op: str
+    device: str
+    path: Path
+    owner: str  # YOURS, SHIPPED or CANDIDATES
+    entries: tuple[Entry, ...] = ()
+    failure: str = ""
+
+    @property
+    def buckets(self) -> int:
+        return len({entry.bucket for entry in self.entries})
+
+    @property
+    def stale(self) -> list[Entry]:
+        return [entry for entry in self.entries if tuned.stale(entry)]
+
+
+def files(ops: Iterable[Op]) -> list[File]:
+    """Every file there is of these ops, the strongest first; one that cannot be read is among them and says so."""
+    found = []
+    for op in ops:
+        yours, shipped = tuned.folders(op)
+        owners = {YOURS: yours, SHIPPED: shipped, CANDIDATES: tuned.candidates_folder() / op.name}
+        for owner, folder in owners.items():
+            for path in sorted(folder.glob("*.json")):
+                try:
+                    found.append(File(op.name, path.stem, path, owner, tuned.read(path, op)))
+                except BadTunedFile as error:
+                    found.append(File(op.name, path.stem, path, owner, failure=str(error)))
+    return found
+
+
+def strangers() -> list[Path]:
+    """The user's files of ops that are not here: of a plug-in that is not installed, say."""
+    folder = settings.get().config_dir
+    found = [*folder.glob("*/*.json"), *tuned.candidates_folder().glob("*/*.json")]
+    return sorted(path for path in found if path.parent.name not in REGISTRY)
+
+
+def used(op: Op, slug: str) -> list[tuple[Path, Entry]]:
+    """What dispatch chooses from on a device, with its files: shipped buckets stand back behind the user's."""
+    found: list[tuple[Path, Entry]] = []
+    for folder in tuned.folders(op):
+        path, taken = folder / f"{slug}.json", {entry.bucket for _, entry in found}
+        found += [(path, entry) for entry in tuned.read(path, op) if entry.bucket not in taken]
+    return found
+
+
+def here() -> list[torch.device]:
+    """The devices of this machine that are tuned for: its CPU, and the GPU that torch takes."""
+    return list(dict.fromkeys((torch.device("cpu"), device.default())))
+
+
+# Elsewhere
+
+
+def export(path: Path, ops: Iterable[Op], slug: str | None = None) -> list[Document]:
+    """Writes what is used of these ops, on one device or on all there are, into one file."""
+    chosen = list(ops)
+    slugs = {(f.op, f.device) for f in files(chosen) if f.owner != CANDIDATES}
+    found = [
+        Document(op.name, name, tuple(entry for _, entry in used(op, name)))
+        for op in chosen
+        for name in sorted(name for of, name in slugs if of == op.name)
+        if slug in (None, name)
+    ]
+    if not any(each.entries for each in found):
+        where = f" on {slug}" if slug else ""
+        raise BadInput(f"nothing is tuned of {', '.join(op.name for op in chosen)}{where}; `tilery configs` lists all")
+    tuned_files.write_export(path, found)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Brought:
+    """What became of one entry of an import: "entry", "candidate" or "refused"."""
+
+    op: str
+    device: str  # where it was tuned
+    entry: Entry
+    kept_as: str
+    reason: str = ""
+
+
+def bring(path: Path, as_candidates: bool = False) -> list[Brought]:
+    """Entries of this machine's devices become entries, those of others candidates. Nothing is kept of a bad file."""
+    try:
+        found = tuned_files.documents(path)
+    except FileNotFoundError:
+        raise BadInput(f"FILE must be an export or a file of tuned configs, got {path}, which is not there") from None
+    brought: list[Brought] = []
+    to_write: list[tuple[Op, str, str, list[Entry]]] = []
+    for each in found:
+        if each.op not in REGISTRY:
+            raise BadTunedFile(f"{path}:{each.line}: there is no op {each.op!r}, only {', '.join(sorted(REGISTRY))}")
+        op, where = REGISTRY[each.op], _device_like(each.device)
+        ours = where is not None and device.slug(where) == each.device and not as_candidates
+        judged = [
+            _judged(op, each.device, entry, path, where, "entry" if ours else "candidate") for entry in each.entries
+        ]
+        brought += judged
+        kept = [b.entry for b in judged if b.kept_as != "refused"]
+        if kept and where is not None:
+            to_write.append((op, device.slug(where), "entry" if ours else "candidate", kept))
+    for op, slug, kind, kept in to_write:
+        (tuned.write if kind == "entry" else tuned.write_candidates)(op, slug, kept)
+    return brought
+
+
+def _device_like(slug: str) -> torch.device | None:
+    """The device of this machine that the configs of another are tried on: a CPU's on its CPU, a GPU's on its GPU."""
+    cpu = slug.startswith("cpu_")
+    return next((where for where in here() if (where.type == "cpu") == cpu), None)
+
+
+def _judged(op: Op, slug: str, entry: Entry, path: Path, where: torch.device | None, kind: str) -> Brought:
+    tuned.require_kernel(op, entry, path)
+    if kind == "candidate":
+        entry = dataclasses.replace(entry, origin=entry.device)
+    if where is None:
+        return Brought(op.name, slug, entry, "refused", "needs a GPU, and this machine has none")
+    why = refusal(op, entry, path, where)
+    return Brought(op.name, slug, entry, kind if why is None else "refused", why or "")
+
+
+def refusal(op: Op, entry: Entry, path: Path, where: torch.device) -> str | None:
+    """Why an entry cannot run on this device. What its case says of the problem is asked too, where there is one."""
+    if why := dispatch.environment_refusal(op, entry.kernel, where):
+        return why
+    config = tuned.config_of(op, entry, path)
+    if entry.case is None:
+        return None
+    return dispatch.problem_refusal(op, entry.kernel, specs_of(op, entry, path, where), config)
+
+
+def specs_of(op: Op, entry: Entry, path: Path, where: torch.device) -> tuple[Any, ...]:
+    """The specs of an entry's case, which must be one of its bucket."""
+    assert entry.case is not None
+    try:
+        specs = specs_for(op, Case(entry.case), str(where))
+        op.validate(specs)
+    except (TypeError, ValueError) as error:
+        raise BadTunedFile(f"{path}:{entry.line}: {op.name} has no case {entry.case}: {error}; {MEND}") from None
+    bucket = op.bucket(*specs)
+    if (bucket.exact, bucket.scaled) != (entry.exact, entry.scaled):
+        what = f"its case is of {bucket.exact} {bucket.scaled}, the entry says {entry.exact} {entry.scaled}"
+        raise BadTunedFile(f"{path}:{entry.line}: {what}; {MEND}")
+    return specs

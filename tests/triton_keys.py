@@ -1,0 +1,82 @@
+"""For test_triton_glue, in a process where Triton does not interpret: what a compile and a launch would look up.
+
+Prints for every op with a Triton kernel whether the launch's sources are among those compiled ahead.
+"""
+
+import json
+import sys
+from typing import ClassVar
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime import jit
+
+import tilery.ops  # noqa: F401  fills the registry
+from tilery import device
+from tilery.backends import cubin, triton_glue
+from tilery.op import REGISTRY
+from tilery.workbench.compile import specs_for
+
+BACKEND = make_backend(GPUTarget("cuda", 90, 32))
+compiled, launched = set(), set()
+
+
+class Nothing:
+    """Stands for a compiled kernel."""
+
+    asm: ClassVar = {"cubin": b"", "ttgir": "", "ptx": ""}
+    metadata = type("Metadata", (), {"shared": 0})
+
+
+def key(source, options):
+    return source.fn.fn.__name__, source.hash(), str(sorted(vars(options).items(), key=str))
+
+
+def compile_nothing(source, target, options):
+    compiled.add(key(source, BACKEND.parse_options(dict(options))))
+    return Nothing
+
+
+def launch_nothing(self, *args, grid, warmup=False, **kwargs):
+    """As JITFunction.run does until it looks into its cache."""
+    kwargs["debug"] = kwargs.get("debug", self.debug) or jit.knobs.runtime.debug
+    kwargs["instrumentation_mode"] = jit.knobs.compilation.instrumentation_mode
+    bind = jit.create_function_from_signature(self.signature, self.params, BACKEND)
+    bound, specialization, options = bind(*args, **kwargs)
+    options, *made = self._pack_args(BACKEND, kwargs, bound, specialization, options)
+    launched.add(key(triton_glue.ASTSource(self, *made), options))
+
+
+def on_cpu(spec):
+    return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype)
+
+
+def found(op):
+    """Whether all that a launch would look up is there; launches that `compile` does not cover have other names."""
+    module = op.kernel("triton")
+    case = next(c for c in op.cases["test"] if c.params.get("dtype") == "bf16" and "triton" not in c.refused_by)
+    compiled.clear()
+    launched.clear()
+    specs = specs_for(op, case, "cuda:0")
+    config = module.default(*specs)
+    module.compile(specs, config, "sm_90")
+    args = op.complete((), op.inputs(**case.params, device="cpu", seed=0))
+    more = module.workspace(*specs, config=config) if hasattr(module, "workspace") else ()
+    module.run(tuple(map(on_cpu, op.outputs(*specs))), args, config, *map(on_cpu, more))
+    names = {name for name, *_ in compiled}
+    return bool(launched) and {k for k in launched if k[0] in names} <= compiled
+
+
+def main():
+    triton.compile = compile_nothing
+    cubin.resources = lambda code: type("Used", (), {"registers": 0, "spills": 0, "shared": 0})
+    jit.JITFunction.run = launch_nothing
+    device.arch = lambda where: "sm_90"
+    ops = [op for op in REGISTRY.values() if "triton" in op.kernels]
+    json.dump({op.name: found(op) for op in ops}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""A whole tune, by workers that are told their timings: kept, resumed, shared out, stopped and overlapped."""
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import FakePool, FakeWorker
+
+import tilery
+from tilery import ceilings, device, settings, tuned
+from tilery.errors import BadInput, NotWritten
+from tilery.op import REGISTRY
+from tilery.spec import case
+from tilery.tuning import journal, request
+from tilery.tuning.candidates import collect, specs_of
+from tilery.tuning.data import Built
+from tilery.tuning.pool import LocalPool
+from tilery.tuning.tuner import Tuner
+from tilery.workbench.compile import specs_for
+from tilery.workbench.store import Store
+
+MATMUL = REGISTRY["matmul"]
+LARGE, OTHER = case(m=2112, n=4096, k=64, dtype="fp32"), case(m=2112, n=4096, k=128, dtype="fp32")
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A folder for what is tuned, and a machine whose speed is known."""
+    rates = ceilings.Ceilings(1e12, 1e12, 1e12, {"fp32": 1e15}, 1.0)
+    monkeypatch.setattr(ceilings, "ceilings", lambda where: rates)
+    with settings.override(config_dir=tmp_path / "tuned"):
+        yield tmp_path
+    tuned.reload()
+
+
+def asked(*cases, budget="1h", **how):
+    return request.request([(MATMUL, cases or [LARGE], [])], ["numba"], budget, **how)
+
+
+def ms(candidate):
+    """The smaller the tile, the faster."""
+    return (1.0 + candidate.config["tile_m"] / 1000 + candidate.config["tile_n"] / 10000) * 10
+
+
+def run(place, wanted, pool=None, **how):
+    pool = pool or FakePool([FakeWorker(ms, 0.002)])
+    return Tuner(wanted, pool, store=Store(place / "runs.sqlite3"), **how).run(), pool
+
+
+def jobs(pool):
+    return [job for worker in pool.workers for job in worker.jobs]
+
+
+def field():
+    return collect(asked().problems[0], ("numba",))[0]
+
+
+def test_what_won_is_kept_and_used(place):
+    result, _ = run(place, asked())
+    (done,) = result.tuned
+    best = min(field(), key=ms)
+    assert done.outcome.ranked[0].candidate == best != field()[0]
+    (entry,) = json.loads(done.path.read_text())["entries"]
+    assert (entry["kernel"], entry["config"], entry["rank"], entry["case"]) == ("numba", best.config, 0, LARGE.params)
+    assert entry["interval"][0] <= entry["ms"] <= entry["interval"][1] and entry["versions"]["tilery"]
+    assert entry["roof"] == pytest.approx(MATMUL.cost(*specs_of(done.problem)).bytes / 1e9 / entry["ms"], rel=0.5)
+    plan = MATMUL.plan(specs_of(done.problem))
+    assert plan.source == "tuned" and dataclasses.asdict(plan.config) == best.config
+
+
+def test_every_candidate_is_in_the_store(place):
+    bad = {str(field()[2]): ("wrong", "error 1e-1")}
+    result, _ = run(place, asked(), FakePool([FakeWorker(ms, 0.002, bad=bad)]))
+    rows = Store(place / "runs.sqlite3").rows(result.run)
+    assert len(rows) == len(field()) and {row.stage for row in rows} == {"tune"}
+    assert [row.rank for row in rows].count(0) == 1 and [row.default for row in rows].count(True) == 1
+    assert (rows[2].status, rows[2].reason, rows[2].ms) == ("fail", "wrong: error 1e-1", None)
+    assert rows[0].config.startswith("Config(tile_m=") and rows[0].ms and len(rows[0].samples) == len(rows[0].against)
+
+
+def broken_after(count):
+    def before(job):
+        if len(worker.jobs) > count:
+            raise RuntimeError("the machine went away")
+
+    worker = FakeWorker(ms, 0.002)
+    worker.before = before
+    return FakePool([worker])
+
+
+def test_a_tune_that_broke_goes_on_and_measures_nothing_twice(place):
+    whole, undisturbed = run(place, asked(LARGE, OTHER))
+    with settings.override(config_dir=place / "again"):
+        broken = broken_after(4)
+        with pytest.raises(RuntimeError, match="went away"):
+            run(place, asked(LARGE, OTHER), broken)
+        assert broken.closed
+        result, pool = run(place, asked(LARGE, OTHER))
+        measured = jobs(broken)[:4]
+        assert not [job for job in jobs(pool) if job in measured]
+        assert len(measured) + len(jobs(pool)) == len(jobs(undisturbed))
+    choices = [[done.outcome.ranked[0].candidate for done in each.tuned] for each in (whole, result)]
+    assert choices[0] == choices[1] and len(choices[0]) == 2
+
+
+def test_a_tune_that_ended_starts_anew_and_other_questions_are_other_sessions(place):
+    _, first = run(place, asked())
+    _, second = run(place, asked())
+    assert len(jobs(second)) == len(jobs(first))
+    with pytest.raises(RuntimeError):
+        run(place, asked(), broken_after(2))
+    _, exhaustive = run(place, asked(how="exhaustive"))
+    assert {c for job in jobs(exhaustive) for c in map(str, job.candidates)} == set(map(str, field()))
+    _, third = run(place, asked())
+    assert len(jobs(third)) < len(jobs(first))
+
+
+def test_a_budget_that_ends_leaves_the_rest_for_the_next_time(place):
+    cases = [case(m=2112, n=4096, k=k, dtype="fp32") for k in (32, 64, 128, 256)]
+    slow = FakePool([FakeWorker(ms, 0.002, sleep_s=0.2)])
+    result, _ = run(place, asked(*cases, budget=0.5), slow)
+    assert 1 <= len(result.tuned) < 4 and len(result.not_reached) == 4 - len(result.tuned)
+    assert result.tuned[0].outcome.cut_short and result.tuned[0].entries
+    rest, pool = run(place, asked(*cases))
+    assert len(rest.tuned) == 4 and not rest.not_reached
+    reached = {str(done.problem) for done in result.tuned}
+    assert not [job for job in jobs(pool) if str(job.problem) in reached]
+
+
+def test_a_full_disk_loses_nothing(place, monkeypatch):
+    def full(*_):
+        raise NotWritten("x.json cannot be written: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tuned, "write", full)
+        with pytest.raises(NotWritten, match=r"No space left on device\. What was measured is kept: the same command"):
+            run(place, asked())
+    result, pool = run(place, asked())
+    assert jobs(pool) == [] and result.tuned[0].entries and result.overlap is None
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(place, monkeypatch):
+    pool, mkdir = FakePool([FakeWorker(ms)]), Path.mkdir
+
+    def refusing(path, *how, **more):
+        if place / "tuned" in path.parents:
+            raise PermissionError(13, "Permission denied")
+        mkdir(path, *how, **more)
+
+    monkeypatch.setattr(Path, "mkdir", refusing)
+    with pytest.raises(NotWritten, match=r"\.jsonl cannot be written: Permission denied; .* name another --config-dir"):
+        run(place, asked(), pool)
+    assert jobs(pool) == []
+    (place / "file").write_text("")
+    with pytest.raises(BadInput, match="config_dir must be a folder, got the file"):
+        tilery.tune("softmax", backend="numba", config_dir=place / "file")
+
+
+def test_two_tuners_on_one_file(place):
+    both = [threading.Thread(target=run, args=(place, asked(each))) for each in (LARGE, OTHER)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    path = place / "tuned" / "matmul" / f"{device.slug(torch.device('cpu'))}.json"
+    assert {entry["exact"] for entry in json.loads(path.read_text())["entries"]} == {
+        MATMUL.bucket(*specs_of(problem)).exact for problem in asked(LARGE, OTHER).problems
+    }
+
+
+def test_ctrl_c_leaves_what_was_measured(place):
+    worker = FakeWorker(ms, 0.002)
+
+    def interrupted(job):
+        if len(worker.jobs) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+
+    worker.before = interrupted
+    pool = FakePool([worker])
+    with pytest.raises(KeyboardInterrupt):
+        run(place, asked(), pool)
+    assert pool.closed
+    _, rest = run(place, asked())
+    assert jobs(rest) and not [job for job in jobs(rest) if job in jobs(pool)[:2]]
+
+
+@pytest.mark.parametrize(("compile_s", "measure_s"), [(0.2, 0.1), (0.05, 0.25)])
+def test_compiling_and_measuring_overlap(place, compile_s, measure_s):
+    cases = [case(m=2112, n=4096, k=k, dtype="fp32") for k in (32, 64, 128)]
+    pool = FakePool([FakeWorker(ms, 0.002, sleep_s=measure_s)], compile_s=compile_s)
+    result, _ = run(place, asked(*cases), pool, ahead=True)
+    assert len(pool.compiled) == sum(len(collect(p, ("numba",))[0]) for p in asked(*cases).problems)
+    assert result.compile_s == pytest.approx(len(pool.compiled) * compile_s / 2, rel=0.3)
+    assert result.measure_s == pytest.approx(len(jobs(pool)) * measure_s, rel=0.3)
+    assert result.overlap <= 1.3, (result.wall_s, result.compile_s, result.measure_s)
+
+
+def test_what_does_not_build_is_recorded(place):
+    bad = str(min(field(), key=ms))
+    result, pool = run(place, asked(), FakePool([FakeWorker(ms)], built={bad: Built(failure="no")}), ahead=True)
+    assert [str(m.candidate) for m in result.tuned[0].outcome.measured if m.status == "does not build"] == [bad]
+    assert not [job for job in jobs(pool) if bad in map(str, job.candidates)]
+    assert result.tuned[0].entries[0].registers == 32
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_number_of_workers_does_not_decide(place, count):
+    cases = [case(m=2112, n=4096, k=k, dtype="fp32") for k in (32, 64, 128, 256)]
+    pool = FakePool([FakeWorker(ms, 0.002, seed, sleep_s=0.01) for seed in range(count)])
+    result, _ = run(place, asked(*cases), pool)
+    assert [done.outcome.ranked[0].candidate for done in result.tuned] == [min(field(), key=ms)] * 4
+    for worker in pool.workers:
+        problems = [str(job.problem) for job in worker.jobs]
+        assert all(problems.count(p) == sum(p == str(j.problem) for j in jobs(pool)) for p in problems), (
+            "stays with one"
+        )
+
+
+def test_one_worker_that_fails_stops_the_others(place):
+    good, bad = FakeWorker(ms, sleep_s=0.05), FakeWorker(ms)
+    bad.before = lambda job: (_ for _ in ()).throw(BadInput("such a case there is not"))
+    with pytest.raises(BadInput, match="such a case"):
+        run(place, asked(LARGE, OTHER, case(m=2112, n=4096, k=32, dtype="fp32")), FakePool([good, bad]))
+    assert len(good.jobs) <= 2
+
+
+def test_a_tune_of_one_backend_keeps_what_is_known_of_others(place):
+    first, _ = run(place, asked())
+    (entry,) = first.tuned[0].entries
+    others = [dataclasses.replace(entry, kernel=k, config={}, ms=t) for k, t in (("triton", 1e-3), ("cuda", 1e3))]
+    tuned.write(MATMUL, device.slug(torch.device("cpu")), [entry, *others])
+    again, _ = run(place, asked())
+    assert [(e.kernel, e.rank) for e in again.tuned[0].entries] == [("triton", 0), ("numba", 1), ("cuda", 2)]
+
+
+def test_progress_says_how_far_it_is(place):
+    said = []
+    run(place, asked(LARGE, OTHER), progress=said.append)
+    assert {status.problems for status in said} == {2} and {status.candidates for status in said} == {len(field())}
+    assert [s.done for s in said if "k=64" in s.problem] == sorted(s.done for s in said if "k=64" in s.problem)
+    assert said[-1].problems_done == 2 and said[-1].done == len(field()) and said[-1].best.startswith("numba ")
+    assert all(0 < status.left_s <= 3600 for status in said)
+
+
+def test_a_models_cases_come_most_valuable_first():
+    from tilery.models.plan import cases
+
+    wanted = request.request(request.work(None, None, None, "llama-8b", 1), None, "10m")
+    worth = cases("llama-8b")
+    assert [(p.op, p.case) for p in wanted.problems] == [(w.op, w.case) for w in worth]
+    assert [p.weight for p in wanted.problems] == sorted((w.ms for w in worth), reverse=True)
+    some = request.request(request.work("rms_norm", None, None, "llama-8b", 1), None, "10m")
+    assert {p.op for p in some.problems} == {"rms_norm"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("90", 90), (90, 90), ("90s", 90), ("10m", 600), ("1h30m", 5400), ("1.5h", 5400), (" 2m5s ", 125)],
+)
+def test_budgets(text, value):
+    assert request.seconds(text) == value
+
+
+@pytest.mark.parametrize("text", ["0", 0, "0m", "-5s", "", "soon", "10 minutes", "m", None, float("nan"), True, "1s1h"])
+def test_a_budget_that_is_none_is_named(text):
+    with pytest.raises(BadInput, match="budget must be a time above zero such as 90s, 10m or 1h30m, got"):
+        tilery.tune("softmax", budget=text)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({}, "an op or a model must be named"),
+        ({"op": "warp"}, "op must be one of .*, got 'warp'"),
+        ({"op": "softmax", "backend": "warp"}, "backend must be one of .*, got 'warp'"),
+        ({"op": "softmax", "shapes": "quick", "model": "llama-8b"}, "exclude each other"),
+        ({"op": ["softmax", "argmax"], "cases": [LARGE]}, "cases are those of one op, got 2"),
+        ({"op": "softmax", "search": "luck"}, "search must be one of halving, exhaustive, got 'luck'"),
+        ({"op": "softmax", "bits": "luck"}, "bits must be one of any, stable, got 'luck'"),
+        ({"op": "softmax", "cases": []}, "there must be a case to tune"),
+        ({"op": "softmax", "backend": "numba", "gpus": [0]}, "gpus must be given for kernels that run on one"),
+        ({"op": "softmax", "gpus": [0], "num_gpus": 2}, "exclude each other"),
+    ],
+)
+def test_nonsense_is_named(how, message):
+    with pytest.raises(BadInput, match=message):
+        tilery.tune(**how)
+
+
+def test_a_pool_of_this_machine_compiles_and_says_what_does_not_build():
+    op = REGISTRY["softmax"]
+    specs = specs_for(op, case(m=8, n=256, dtype="fp32"))
+    with device.pretend("sm_90"):
+        config = op.kernel("triton").default(*specs)
+    pool = LocalPool(["cpu"])
+    try:
+        built = pool.compile("softmax", "triton", specs, "sm_90", config)
+        assert built.registers and built.spills == 0 and not built.failure
+        assert "does not build for sm_90" in pool.compile("softmax", "triton", specs[:0], "sm_90", config).failure
+    finally:
+        pool.close()
+
+
+def test_keys_do_not_depend_on_the_process():
+    assert (
+        journal.key_of("a", {"b": 1, "a": 2}) == journal.key_of("a", {"a": 2, "b": 1}) != journal.key_of("a", {"b": 1})
+    )
