@@ -142,6 +142,12 @@ def test_runs_of_different_devices_are_not_compared(store):
         compare(store, filled(store, ratio_row(1.0)), filled(store, ratio_row(1.0, device="another")))
 
 
+def test_what_a_tuner_tried_is_not_compared(store):
+    tried = ratio_row(1.0, stage="tune")
+    with pytest.raises(BadInput, match="nothing to compare"):
+        compare(store, filled(store, tried), filled(store, tried))
+
+
 def test_the_latest_run_comes_last(store):
     made = [filled(store).id for _ in range(5)]
     assert [run.id for run in store.runs()] == made and store.find("last").id == made[-1]

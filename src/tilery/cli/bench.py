@@ -51,6 +51,7 @@ def bench(
 ) -> None:  # fmt: skip
     """Check, then time kernels in turns with what a user could run instead; what cannot run here is compiled."""
     from tilery import timing
+    from tilery.workbench.place import chosen_kernels, require_known
     from tilery.workbench.result import is_ours, write_csv
     from tilery.workbench.run import Choice, run
     from tilery.workbench.store import Store
@@ -58,12 +59,12 @@ def bench(
     common.require_writable(csv)
     common.require_writable(svg)
     chosen = common.chosen_ops(ops)
-    common.require_known(chosen, backend)
+    require_known(chosen, backend, "--backend")
     against = common.chosen_peers(chosen, peers)
     choices = [
         Choice(
             op,
-            common.chosen_kernels(op, backend),
+            list(chosen_kernels(op, backend)),
             against[op.name],
             common.chosen_cases(op, case, shapes),
             bool(backend),

@@ -20,15 +20,16 @@ def check(
     """Check kernels against a float64 reference; what cannot run here is compiled."""
     from tilery.workbench import check as workbench
     from tilery.workbench.compile import Compiler
+    from tilery.workbench.place import chosen_kernels, require_known
 
     chosen = common.chosen_ops(ops)
-    common.require_known(chosen, backend)
+    require_known(chosen, backend, "--backend")
     rows: list[Row] = []
     with Compiler() as compiler, common.progress(sum(len(op.kernels) for op in chosen)) as (say, count):
         for op in chosen:
             given = common.chosen_cases(op, case, shapes)
             cases = op.cases["test"] if given is None else given
-            for kernel in common.chosen_kernels(op, backend):
+            for kernel in chosen_kernels(op, backend):
                 rows += workbench.rows(op, [kernel], cases, compiler, say)
                 count()
     failed = [row for row in rows if row.status == "fail"]

@@ -51,18 +51,6 @@ def chosen_ops(names: list[str] | None) -> "list[Op]":
     return [REGISTRY[name] for name in names or REGISTRY]
 
 
-def chosen_kernels(op: "Op", asked: list[str] | None) -> list[str]:
-    """A language names all of its variants."""
-    return [k for k in op.kernels if not asked or k in asked or k.partition(".")[0] in asked]
-
-
-def require_known(ops: "list[Op]", asked: list[str] | None) -> None:
-    kernels = list(dict.fromkeys(k for op in ops for k in op.kernels))
-    for name in asked or []:
-        if not any(name in (k, k.partition(".")[0]) for k in kernels):
-            raise BadInput(f"--backend must be one of {', '.join(kernels)}, got {name!r}")
-
-
 def chosen_peers(ops: "list[Op]", asked: list[str] | None) -> dict[str, list[str]]:
     """Per op the baselines to time: all of them, none, or the ones named (without `baseline:`)."""
     from tilery.peers import PEERS

@@ -19,8 +19,9 @@ from tilery.op import Op
 from tilery.tuning.data import Problem
 from tilery.tuning.pool import SILENCE_S, LocalPool
 from tilery.tuning.record import present
-from tilery.tuning.request import chosen_kernels, seconds
+from tilery.tuning.request import seconds
 from tilery.tuning.tuner import Request, Tuner
+from tilery.workbench.place import chosen_kernels
 
 
 @contextlib.contextmanager

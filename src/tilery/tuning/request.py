@@ -14,6 +14,7 @@ from tilery.tuning import search
 from tilery.tuning.data import Problem
 from tilery.tuning.pool import SILENCE_S, LocalPool, Pool
 from tilery.tuning.tuner import Request
+from tilery.workbench.place import chosen_kernels, require_known
 
 Work = tuple[Op, Sequence[Case] | None, Sequence[float]]  # an op, its cases (None: its own), what each is worth
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
@@ -36,14 +37,6 @@ def folder(given: str | Path) -> Path:
     path = Path(given).expanduser().absolute()
     require(not path.exists() or path.is_dir(), f"config_dir must be a folder, got the file {path}")
     return path
-
-
-def chosen_kernels(op: Op, asked: Sequence[str] | None) -> tuple[str, ...]:
-    """A language names all of its variants."""
-    for name in asked or ():
-        known = any(name in (k, k.partition(".")[0]) for k in op.kernels)
-        require(known, f"backend must be one of {', '.join(op.kernels)}, got {name!r}")
-    return tuple(k for k in op.kernels if not asked or k in asked or k.partition(".")[0] in asked)
 
 
 def device_for(op: Op, kernels: Sequence[str]) -> torch.device:
@@ -97,8 +90,11 @@ def request(
     require(bits in search.BITS, f"bits must be one of {', '.join(search.BITS)}, got {bits!r}")
     problems: list[Problem] = []
     kernels: dict[str, tuple[str, ...]] = {}
+    require_known([op for op, _, _ in work], backend)
     for op, cases, worth in work:
         kernels[op.name] = chosen_kernels(op, backend)
+        if not kernels[op.name]:
+            continue
         where = device_for(op, kernels[op.name])
         own = op.cases["bench" if where.type == "cuda" else "bench_cpu"]
         given = own if cases is None else cases

@@ -34,8 +34,9 @@ def compare(store: Store, first: Run, second: Run) -> list[Change]:
 
 
 def _timed(store: Store, run: Run) -> Iterator[Row]:
-    """Kernels; what they are held against is not theirs to answer for."""
-    return (row for row in store.rows(run.id) if row.ms is not None and is_ours(row.kernel))
+    """Kernels of a bench; what they are held against is not theirs to answer for, nor is what a tuner tried."""
+    rows = (row for row in store.rows(run.id) if row.ms is not None and is_ours(row.kernel))
+    return (row for row in rows if row.stage != "tune")
 
 
 def _key(row: Row) -> tuple[str, str, str, str]:

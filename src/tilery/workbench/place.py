@@ -1,12 +1,12 @@
 """What can be done with a kernel on this machine: run it, compile it, or say why neither."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tilery import backends, device, dispatch
-from tilery.errors import CompileFailed
+from tilery.errors import CompileFailed, require
 from tilery.op import Op
 from tilery.spec import Artifact, Case
 from tilery.workbench.compile import Compiler, specs_for
@@ -21,6 +21,19 @@ class Place:
     arch: str = ""  # it compiles for this, where it does not run as it would on a GPU
     reason: str = ""  # why it does not run, or why nothing can be done
     interpreted: bool = False  # right but slow: checked, never timed
+
+
+def chosen_kernels(op: Op, asked: Sequence[str] | None) -> tuple[str, ...]:
+    """Those asked for that the op has; a language names all of its variants. None: all."""
+    return tuple(k for k in op.kernels if not asked or k in asked or k.partition(".")[0] in asked)
+
+
+def require_known(ops: Iterable[Op], asked: Sequence[str] | None, what: str = "backend") -> None:
+    """Some op must have what was asked for."""
+    kernels = list(dict.fromkeys(k for op in ops for k in op.kernels))
+    for name in asked or ():
+        known = any(name in (k, k.partition(".")[0]) for k in kernels)
+        require(known, f"{what} must be one of {', '.join(kernels)}, got {name!r}")
 
 
 def place(op: Op, kernel: str) -> Place:

@@ -11,8 +11,6 @@ from tilery.parts import norms, rows
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case
 
-_saved = WeakTensorKeyDictionary()
-
 
 def check(dy: TensorSpec, x: TensorSpec, weight: TensorSpec) -> None:
     rows.check_rows("x", x, norms.ALLOWED, levels=2)
@@ -44,26 +42,35 @@ def inputs(
     return {"dy": dy, "x": x, "weight": draw.vector(n, dtype, g), "eps": 1e-6, "offset": offset}
 
 
-def saved(x: Tensor, forward: Callable[[], Any]) -> Any:
-    """What torch's forward keeps of x for its backward: computed when x is first seen, so not in an arm's time.
+class Saved:
+    """What torch's forward keeps for its backward: computed when an x is first seen, so not in the time of an arm.
 
     While a CUDA graph is captured nothing is kept: only a replay would fill it, and another arm would find it.
     """
-    found = _saved.get(x)
-    if found is None:
-        found = forward()
-        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            _saved[x] = found
-    return found
+
+    def __init__(self, forward: Callable[[Tensor, float], Any]) -> None:
+        self._forward = forward
+        self._found = WeakTensorKeyDictionary()
+
+    def __call__(self, x: Tensor, eps: float) -> Any:
+        of = eps, x._version
+        known, found = self._found.get(x, (None, None))
+        if known != of:
+            found = self._forward(x, eps)
+            if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._found[x] = of, found
+        return found
+
+
+_saved_rstd = Saved(lambda x, eps: torch.ops.aten._fused_rms_norm(x, x.shape[-1:], None, eps)[1])
 
 
 def torch_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """torch's own, which it has on a GPU alone; on a CPU autograd takes longer than the formula."""
     if not x.is_cuda:
         return formula(dy, x, weight, eps, offset)
-    shape, weight = weight.shape, norms.shifted(weight, offset)
-    rstd = saved(x, lambda: torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[1])
-    dx, dweight = torch.ops.aten._fused_rms_norm_backward(dy, x, shape, rstd, weight, [True, True])
+    shape, shifted, wanted = weight.shape, norms.shifted(weight, offset), [True, True]
+    dx, dweight = torch.ops.aten._fused_rms_norm_backward(dy, x, shape, _saved_rstd(x, eps), shifted, wanted)
     return dx, dweight
 
 
