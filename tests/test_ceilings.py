@@ -68,3 +68,10 @@ def test_those_of_this_machine_are_plausible(tmp_path):
 )
 def test_the_roof_is_the_slower_of_memory_and_arithmetic(cost, ms):
     assert KNOWN.roof_ms(cost, "fp32") == pytest.approx(ms)
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_both_formats_of_fp8_are_held_to_its_products(format):
+    known = Ceilings(4e9, 2e9, 1e9, flops={"fp32": 1e12, "bf16": 5e12, "fp8": 2e12}, launch_us=1.0)
+    assert known.peak(format) == 2e12 and known.arithmetic_ms(Cost(2 * 10**12, 0, 0), format) == pytest.approx(1e3)
+    assert KNOWN.peak(format) == 1e12  # where there is no fp8, the best there is

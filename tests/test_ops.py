@@ -64,8 +64,8 @@ def builds():
 
 @pytest.mark.parametrize(("op", "kernel", "arch"), list(builds()))
 def test_builds_for_every_claimed_architecture(op, kernel, arch, compiler, record_property):
-    """In every dtype where most run (sm_90, cpu), in one elsewhere."""
-    made = compiled_per_dtype(op, kernel, arch, compiler, every=arch in ("sm_90", "cpu"))
+    """In every dtype where most run (sm_90), in one elsewhere; a CPU's kernels run here, in all of them."""
+    made = compiled_per_dtype(op, kernel, arch, compiler, every=arch == "sm_90")
     for dtype, artifact in made.items():
         if arch == "cpu":
             assert "ret" in artifact.code["asm"]

@@ -12,6 +12,8 @@ import torch
 from tilery import device, settings, timing
 from tilery.spec import Cost
 
+_MEASURED_AS = {"e4m3": "fp8", "e5m2": "fp8"}  # tensor cores take both formats alike
+
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -28,8 +30,12 @@ class Ceilings:
         rest = abs(cost.reads - cost.writes) / (self.read if cost.reads > cost.writes else self.write)
         return 1e3 * (2 * min(cost.reads, cost.writes) / self.copy + rest)
 
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of products of a dtype; of one that was not measured, the greatest there is."""
+        return self.flops.get(_MEASURED_AS.get(dtype, dtype), max(self.flops.values()))
+
     def arithmetic_ms(self, cost: Cost, dtype: str) -> float:
-        return 1e3 * cost.flops / self.flops.get(dtype, max(self.flops.values()))
+        return 1e3 * cost.flops / self.peak(dtype)
 
     def roof_ms(self, cost: Cost, dtype: str) -> float:
         return max(self.memory_ms(cost), self.arithmetic_ms(cost, dtype))

@@ -15,6 +15,8 @@ from tilery.ops.cross_entropy_backward import cross_entropy_backward
 from tilery.ops.dequantize_fp8 import dequantize_fp8
 from tilery.ops.dropout import dropout
 from tilery.ops.embedding import embedding
+from tilery.ops.fp8_matmul import fp8_matmul
+from tilery.ops.fp8_matmul_rowwise import fp8_matmul_rowwise
 from tilery.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from tilery.ops.fused_linear_cross_entropy_backward import fused_linear_cross_entropy_backward
 from tilery.ops.gelu_mul import gelu_mul
@@ -63,6 +65,8 @@ __all__ = [
     "gelu_mul",
     "linear",
     "matmul",
+    "fp8_matmul",
+    "fp8_matmul_rowwise",
     "rms_norm",
     "add_rms_norm",
     "add_rms_norm_backward",

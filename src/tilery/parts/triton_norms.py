@@ -68,7 +68,7 @@ def default(x: TensorSpec, least: int = 1, held: int = _HELD, again: bool = Fals
         part = min(block // 2, _PART)
         return Config(1, part, part // 256)
     if block > held:
-        return Config(1, _LONG_BLOCK, _WARPS[-1])
+        return Config(1, min(_LONG_BLOCK, held), _WARPS[-1])
     while 2 * count * block <= 2048 and m >= 512 * count:
         count *= 2
     return Config(count, block, _warps(count * block, n, few=m <= _HIDING))

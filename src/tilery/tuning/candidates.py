@@ -150,5 +150,4 @@ def _machine(op: Op, specs: tuple[Any, ...]) -> Machine:
     roof, dtype = ceilings.ceilings(where), dtype_of(specs)
     cuda = where.type == "cuda"
     processors = torch.cuda.get_device_properties(where).multi_processor_count if cuda else device.cores()
-    flops = roof.flops.get(dtype, max(roof.flops.values()))
-    return Machine(processors, flops, roof.read, roof.roof_ms(cost, dtype))
+    return Machine(processors, roof.peak(dtype), roof.read, roof.roof_ms(cost, dtype))

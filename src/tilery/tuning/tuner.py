@@ -280,8 +280,7 @@ class Tuner:
                     done.path = tuned.write(task.op, task.recorded.slug, done.entries)
                 except NotWritten as error:
                     raise NotWritten(f"{error}. What was measured is kept: the same command goes on from it") from None
-            for row in task.recorded.rows(outcome, task.left_out):
-                self._recorder.add(row)
+            self._recorder.add(*task.recorded.rows(outcome, task.left_out))
             self._finished[task.key] = done
         self._say(task, "kept")
 

@@ -47,9 +47,9 @@ class Recorder:
         roofs = {device.name(where): asdict(ceilings.ceilings(where)) for where in devices}
         self.id = store.start(command_line(), {"ceilings": roofs})
 
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        self.store.add(self.id, row)
+    def add(self, *rows: Row) -> None:
+        self.rows += rows
+        self.store.add(self.id, *rows)
 
     def keep_code(self, artifact: Artifact) -> str:
         made = [stage for stage in inspect.stages(artifact) if stage in _KEPT_STAGES]

@@ -43,7 +43,8 @@ def cases(op: Op, name: str) -> list[Case]:
     chosen = SETS[name]
     sizes = op.model_sizes(models.load(chosen.model, chosen.tp))
     distinct = [dict(pairs) for pairs in dict.fromkeys(tuple(size.items()) for size in sizes)]
-    return [Case({"m": m, **size, "dtype": "bf16"}) for m in chosen.tokens for size in distinct[: chosen.most]]
+    dtype = inspect.signature(op.inputs).parameters["dtype"].default  # bf16, or fp8 where that is the op's business
+    return [Case({"m": m, **size, "dtype": dtype}) for m in chosen.tokens for size in distinct[: chosen.most]]
 
 
 def _swept(op: Op) -> list[Case]:

@@ -87,11 +87,14 @@ class Store:
                 [(run.id, n, json.dumps(asdict(row))) for n, row in enumerate(rows)],
             )
 
-    def add(self, run: str, row: Row) -> None:
+    def add(self, run: str, *rows: Row) -> None:
+        """All of them or none."""
         with self._open() as db:
-            db.execute(
-                "INSERT INTO rows SELECT ?, count(*), ? FROM rows WHERE run = ?", (run, json.dumps(asdict(row)), run)
-            )
+            for row in rows:
+                db.execute(
+                    "INSERT INTO rows SELECT ?, count(*), ? FROM rows WHERE run = ?",
+                    (run, json.dumps(asdict(row)), run),
+                )
 
     def replace(self, run: str, n: int, row: Row) -> None:
         """The run's n-th row, of which more is known now."""
