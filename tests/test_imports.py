@@ -29,7 +29,7 @@ def test_help_is_quick():
         subprocess.run([sys.executable, "-m", "tilery", "--help"], check=True, capture_output=True)
         return time.perf_counter() - start
 
-    assert min(seconds() for _ in range(8)) < 0.7
+    assert min(seconds() for _ in range(8)) < 1.0  # 0.4 on an idle machine; importing torch alone takes 3
 
 
 def test_help_does_not_import_torch():
