@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Peer(NamedTuple):
     module: str = "torch"  # what must be importable
     package: str = "torch"  # what pip calls it
     gpu: bool = True  # it runs on a GPU alone
+    source: str = ""  # where it is built from, if what pip calls so is not it
 
 
 PEERS = {
@@ -25,15 +27,16 @@ PEERS = {
     "tilegym": Peer("tilegym", "tilegym"),
     "quack": Peer("quack", "quack-kernels"),
     "flashinfer": Peer("flashinfer", "flashinfer-python"),
-    "deepgemm": Peer("deep_gemm", "deep-gemm"),
+    "deepgemm": Peer("deep_gemm", "DeepGEMM", source="https://github.com/deepseek-ai/DeepGEMM"),
 }
 
 
 def missing(name: str) -> str | None:
-    """Why the peer cannot be run here, with the command that adds it."""
+    """Why the peer cannot be run here, and how to add it."""
     peer = PEERS[name]
     if importlib.util.find_spec(peer.module) is None:
-        return f"{peer.package} is not installed: pip install {peer.package}"
+        how = f"build it from {peer.source}" if peer.source else f"pip install {peer.package}"
+        return f"{peer.package} is not installed: {how}"
     if peer.gpu and not torch.cuda.is_available():
         return "needs a GPU"
     return None
@@ -65,3 +68,23 @@ class Compiled:
             mode = "max-autotune-no-cudagraphs" if torch.cuda.is_available() else "default"  # the timer makes graphs
             self._shapes, self._made = shapes, torch.compile(self.function, dynamic=False, fullgraph=True, mode=mode)
         return self._made(*args)
+
+
+class Saved:
+    """What torch's forward keeps for its backward: computed when an x is first seen, so not in the time of an arm.
+
+    While a CUDA graph is captured nothing is kept: only a replay would fill it, and another arm would find it.
+    """
+
+    def __init__(self, forward: Callable[[Tensor, float], Any]) -> None:
+        self._forward = forward
+        self._found = WeakTensorKeyDictionary()
+
+    def __call__(self, x: Tensor, eps: float) -> Any:
+        of = eps, x._version
+        known, found = self._found.get(x, (None, None))
+        if known != of:
+            found = self._forward(x, eps)
+            if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._found[x] = of, found
+        return found

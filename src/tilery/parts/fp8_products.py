@@ -92,5 +92,5 @@ def wide(a: Tensor) -> torch.dtype:
 
 def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, recipes: tuple[str, str], out: str) -> Tensor:
     """cuBLASLt as torch calls it; recipes are names of torch's ScalingType."""
-    kinds = [F.ScalingType[name] for name in recipes]
+    kinds = [getattr(F.ScalingType, name) for name in recipes]
     return F.scaled_mm(a, b.t(), a_scale, kinds[0], b_scale, kinds[1], output_dtype=DTYPES[out])

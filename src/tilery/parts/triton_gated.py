@@ -58,8 +58,11 @@ def _share_and_slope(g, ACT: tl.constexpr):
 
 
 @triton.jit
-def _gated(g_ptr, u_ptr, y_ptr, g_stride, u_stride, u_start, n, ACT: tl.constexpr, BLOCK: tl.constexpr):
-    row, start, cols, mask = piece(n, BLOCK)
+def _gated(
+    g_ptr, u_ptr, y_ptr, g_stride, u_stride, u_start, n,
+    ACT: tl.constexpr, BLOCK: tl.constexpr, PLACE: tl.constexpr,
+):  # fmt: skip
+    row, start, cols, mask = piece(n, BLOCK, PLACE)
     g = tl.load(g_ptr + row * g_stride + start + cols, mask=mask).to(tl.float32)
     u = tl.load(u_ptr + row * u_stride + u_start + start + cols, mask=mask).to(tl.float32)
     tl.store(y_ptr + row * n + start + cols, g * share(g, ACT) * u, mask=mask)
@@ -69,9 +72,9 @@ def _gated(g_ptr, u_ptr, y_ptr, g_stride, u_stride, u_start, n, ACT: tl.constexp
 def _gated_backward(
     dy_ptr, g_ptr, u_ptr, dg_ptr, du_ptr,
     dy_stride, g_stride, u_stride, u_start, d_stride, du_start, n,
-    ACT: tl.constexpr, BLOCK: tl.constexpr,
+    ACT: tl.constexpr, BLOCK: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
-    row, start, cols, mask = piece(n, BLOCK)
+    row, start, cols, mask = piece(n, BLOCK, PLACE)
     dy = tl.load(dy_ptr + row * dy_stride + start + cols, mask=mask).to(tl.float32)
     g = tl.load(g_ptr + row * g_stride + start + cols, mask=mask).to(tl.float32)
     u = tl.load(u_ptr + row * u_stride + u_start + start + cols, mask=mask).to(tl.float32)
@@ -101,8 +104,9 @@ def _packed_backward(outs, dy, x, act="silu"):
 
 def _compile(call, outputs):
     def compile(specs, config: Config, arch: str) -> Artifact:
-        kernel, _, _, act, arguments = call(outputs(*specs), *specs)
-        return triton_glue.compile(kernel, arguments, {"ACT": act, "BLOCK": config.block}, config.options, arch)
+        kernel, m, n, act, arguments = call(outputs(*specs), *specs)
+        constants = triton_pieces.cut(m, n, config)[1] | {"ACT": act}
+        return triton_glue.compile(kernel, arguments, constants, config.options, arch)
 
     return compile
 
@@ -110,7 +114,8 @@ def _compile(call, outputs):
 def _run(call):
     def run(outs, args, config: Config) -> None:
         kernel, m, n, act, arguments = call(outs, *args)
-        kernel[triton_pieces.grid(m, n, config)](*arguments, ACT=act, BLOCK=config.block, **config.options)
+        grid, constants = triton_pieces.cut(m, n, config)
+        kernel[grid](*arguments, ACT=act, **constants, **config.options)
 
     return run
 

@@ -10,7 +10,7 @@ from tilery.parts import fp8, triton_fp8
 from tilery.parts.rows import rows
 from tilery.parts.triton_fp8 import magnitude, quantise, scale
 from tilery.parts.triton_gated import share
-from tilery.parts.triton_pieces import Config, grid_of, own_place
+from tilery.parts.triton_pieces import Config, cut, own_place, within
 from tilery.spec import Artifact
 
 _GROUP = tl.constexpr(fp8.GROUP)
@@ -70,15 +70,17 @@ def _groups(
     x_ptr, u_ptr, v_ptr, s_ptr,
     x_stride, u_stride, u_start, s_row, s_column, groups, k,
     FORMAT: tl.constexpr, POW2: tl.constexpr, NATIVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    PLACE: tl.constexpr,
 ):  # fmt: skip
     """A program takes neighbouring groups of a row."""
-    row, block = own_place(tl.cdiv(groups, BLOCK // _GROUP))
+    row, block = own_place(k, BLOCK, PLACE)
     group = block * (BLOCK // _GROUP) + tl.arange(0, BLOCK // _GROUP)
     cols = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-    y = _read(x_ptr, u_ptr, row * x_stride + cols, row * u_stride + u_start + cols, cols < k, GATED)
+    mask = within(cols, k, PLACE)
+    y = _read(x_ptr, u_ptr, row * x_stride + cols, row * u_stride + u_start + cols, mask, GATED)
     made = scale(tl.max(magnitude(y), axis=1), FORMAT, POW2)
-    tl.store(s_ptr + row * s_row + group * s_column, made, mask=group < groups)
-    tl.store(v_ptr + row * k + cols, quantise(y * (1 / made)[:, None], FORMAT, NATIVE), mask=cols < k)
+    tl.store(s_ptr + row * s_row + group * s_column, made, mask=within(group, groups, PLACE))
+    tl.store(v_ptr + row * k + cols, quantise(y * (1 / made)[:, None], FORMAT, NATIVE), mask=mask)
 
 
 @triton.jit
@@ -117,12 +119,12 @@ def call(outs: Any, x: Any, up: Any, gated: bool, per: str, pow2: bool, format: 
     values, scales = triton_fp8.as_bytes(outs[0]), outs[1]
     (m, k, _), stride = rows(outs[0]), rows(x).stride
     u_stride, u_start = (stride, k) if up is None else (rows(up).stride, 0)
-    how = {**constants(x, format, pow2), "GATED": gated, "BLOCK": config.block}
+    how = {**constants(x, format, pow2), "GATED": gated}
     tensors = x, x if up is None else up, values, scales
     if per == "token":
-        how["WHOLE"] = config.block >= k
+        how |= {"BLOCK": config.block, "WHOLE": config.block >= k}
         return Call(_tokens, (m,), (*tensors, stride, u_stride, u_start, k), how)
     groups = fp8.ceil_div(k, fp8.GROUP)
-    grid = grid_of(m, triton.cdiv(groups, config.block // fp8.GROUP))
+    grid, blocks = cut(m, k, config)
     strides = stride, u_stride, u_start, scales.stride(0), scales.stride(1)
-    return Call(_groups, grid, (*tensors, *strides, groups, k), how)
+    return Call(_groups, grid, (*tensors, *strides, groups, k), how | blocks)

@@ -29,9 +29,9 @@ def configs(x: TensorSpec, dtype: str) -> list[Config]:
 @triton.jit
 def _cast(
     x_ptr, y_ptr, x_stride, n,
-    FROM_FP8: tl.constexpr, TO_FP8: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
+    FROM_FP8: tl.constexpr, TO_FP8: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
-    row, start, cols, mask = piece(n, BLOCK)
+    row, start, cols, mask = piece(n, BLOCK, PLACE)
     x = tl.load(x_ptr + row * x_stride + start + cols, mask=mask)
     x = x.to(tl.float32) if FROM_FP8 is None else widen(x, FROM_FP8, NATIVE)
     y = x if TO_FP8 is None else quantise(x, TO_FP8, NATIVE)
@@ -47,9 +47,10 @@ def _call(outs, config: Config, x):
     """Grid, arguments and constants; of tensors for `run` and of specs for `compile`."""
     (m, n, stride), y = joined(x), outs[0]
     given, made = _format(x), _format(y)
-    constants = {"FROM_FP8": given, "TO_FP8": made, "NATIVE": triton_fp8.native(x.device), "BLOCK": config.block}
+    grid, constants = triton_pieces.cut(m, n, config)
+    constants |= {"FROM_FP8": given, "TO_FP8": made, "NATIVE": triton_fp8.native(x.device)}
     tensors = triton_fp8.as_bytes(x) if given else x, triton_fp8.as_bytes(y) if made else y
-    return triton_pieces.grid(m, n, config), (*tensors, stride, n), constants
+    return grid, (*tensors, stride, n), constants
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:

@@ -8,7 +8,7 @@ from tilery.ops.dequantize_fp8 import outputs
 from tilery.parts import fp8, triton_fp8, triton_pieces
 from tilery.parts.rows import rows
 from tilery.parts.triton_fp8 import widen
-from tilery.parts.triton_pieces import Config, archs, grid_of, own_place
+from tilery.parts.triton_pieces import Config, archs, cut, own_place, within
 from tilery.spec import Artifact, TensorSpec, dtype_name
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
@@ -33,14 +33,15 @@ def configs(values: TensorSpec, scales: TensorSpec, per: str, dtype: str) -> lis
 @triton.jit
 def _dequantize(
     v_ptr, s_ptr, y_ptr, v_stride, s_row, s_column, groups, k,
-    HIGH: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
+    HIGH: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
-    row, block = own_place(tl.cdiv(groups, BLOCK // _GROUP))
+    row, block = own_place(k, BLOCK, PLACE)
     group = block * (BLOCK // _GROUP) + tl.arange(0, BLOCK // _GROUP)
-    scale = tl.load(s_ptr + row // HIGH * s_row + group * s_column, mask=group < groups)
+    scale = tl.load(s_ptr + row // HIGH * s_row + group * s_column, mask=within(group, groups, PLACE))
     cols = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-    values = widen(tl.load(v_ptr + row * v_stride + cols, mask=cols < k, other=0), FORMAT, NATIVE)
-    tl.store(y_ptr + row * k + cols, values * scale[:, None], mask=cols < k)
+    mask = within(cols, k, PLACE)
+    values = widen(tl.load(v_ptr + row * v_stride + cols, mask=mask, other=0), FORMAT, NATIVE)
+    tl.store(y_ptr + row * k + cols, values * scale[:, None], mask=mask)
 
 
 def _call(outs, config: Config, values, scales, per, dtype):
@@ -51,9 +52,9 @@ def _call(outs, config: Config, values, scales, per, dtype):
     s_column = scales.stride(1) if per in ("group", "block") else 0
     arguments = triton_fp8.as_bytes(values), scales, outs[0], stride, s_row, s_column, groups, k
     high = fp8.GROUP if per == "block" else 1
-    native = triton_fp8.native(values.device)
-    constants = {"HIGH": high, "FORMAT": dtype_name(values.dtype), "NATIVE": native, "BLOCK": config.block}
-    return grid_of(m, triton.cdiv(groups, config.block // fp8.GROUP)), arguments, constants
+    grid, constants = cut(m, k, config)
+    constants |= {"HIGH": high, "FORMAT": dtype_name(values.dtype), "NATIVE": triton_fp8.native(values.device)}
+    return grid, arguments, constants
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:

@@ -36,8 +36,11 @@ def _words(counter, key0, key1):
 
 
 @triton.jit(do_not_specialize=["key0", "key1"])
-def _dropout(x_ptr, y_ptr, x_stride, n, key0, key1, p, scale, QUADS: tl.constexpr, BLOCK: tl.constexpr):
-    row, start, cols, mask = piece(n, BLOCK)
+def _dropout(
+    x_ptr, y_ptr, x_stride, n, key0, key1, p, scale,
+    QUADS: tl.constexpr, BLOCK: tl.constexpr, PLACE: tl.constexpr,
+):  # fmt: skip
+    row, start, cols, mask = piece(n, BLOCK, PLACE)
     x = tl.load(x_ptr + row * x_stride + start + cols, mask=mask).to(tl.float32)
     first = row * n + start
     if QUADS:
@@ -56,7 +59,8 @@ def _call(outs, config: Config, x, p, seed):
     """Grid, arguments and constants; of tensors for `run` and of specs for `compile`."""
     m, n, stride = joined(x)
     arguments = x, outs[0], stride, n, *philox.key(seed), float(p), factor(p)
-    return triton_pieces.grid(m, n, config), arguments, {"QUADS": m == 1 or n % 4 == 0, "BLOCK": config.block}
+    grid, constants = triton_pieces.cut(m, n, config)
+    return grid, arguments, {"QUADS": m == 1 or n % 4 == 0, **constants}
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:

@@ -1,5 +1,7 @@
 """A program copies a block of one row."""
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -25,25 +27,26 @@ def configs(ids: TensorSpec, table: TensorSpec) -> list[Config]:
 
 
 @triton.jit
-def _embedding(i_ptr, t_ptr, y_ptr, t_stride, v, n, BLOCK: tl.constexpr):
-    row, start, cols, mask = piece(n, BLOCK)
+def _embedding(i_ptr, t_ptr, y_ptr, t_stride, v, n, BLOCK: tl.constexpr, PLACE: tl.constexpr):
+    row, start, cols, mask = piece(n, BLOCK, PLACE)
     index = tl.load(i_ptr + row).to(tl.int64)
     inside = (index >= 0) & (index < v)
     found = tl.load(t_ptr + index * t_stride + start + cols, mask=mask & inside, other=float("nan"))
     tl.store(y_ptr + row * n + start + cols, found, mask=mask)
 
 
-def _arguments(outs, ids, table):
-    """The launch arguments, of tensors for `run` and of specs for `compile`."""
+def _call(outs, config: Config, ids, table):
+    """Grid, arguments and constants; of tensors for `run` and of specs for `compile`."""
     v, n = table.shape
-    return ids, table, outs[0], table.stride(0), v, n
+    grid, constants = triton_pieces.cut(math.prod(ids.shape), n, config)
+    return grid, (ids, table, outs[0], table.stride(0), v, n), constants
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    arguments = _arguments(outputs(*specs), *specs)
-    return triton_glue.compile(_embedding, arguments, {"BLOCK": config.block}, config.options, arch)
+    _, arguments, constants = _call(outputs(*specs), config, *specs)
+    return triton_glue.compile(_embedding, arguments, constants, config.options, arch)
 
 
 def run(outs, args, config: Config) -> None:
-    grid = triton_pieces.grid(args[0].numel(), args[1].shape[1], config)
-    _embedding[grid](*_arguments(outs, *args), BLOCK=config.block, **config.options)
+    grid, arguments, constants = _call(outs, config, *args)
+    _embedding[grid](*arguments, **constants, **config.options)

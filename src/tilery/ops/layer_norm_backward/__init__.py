@@ -3,9 +3,8 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.op import op
-from tilery.ops.rms_norm_backward import Saved
 from tilery.parts import norms, rows
-from tilery.peers import Compiled, baselines
+from tilery.peers import Compiled, Saved, baselines
 from tilery.spec import Bucket, Cost, TensorSpec
 
 

@@ -10,7 +10,7 @@ from tilery.ops.quantize_fp8 import outputs
 from tilery.parts import fp8, triton_fp8, triton_quantise
 from tilery.parts.rows import joined, rows
 from tilery.parts.triton_fp8 import magnitude, quantise, scale
-from tilery.parts.triton_pieces import Config, grid_of, piece
+from tilery.parts.triton_pieces import Config, cut, piece
 from tilery.parts.triton_quantise import Call
 from tilery.spec import Artifact, TensorSpec
 
@@ -72,15 +72,15 @@ def _greatest(x_ptr, part_ptr, x_stride, m, n, BLOCK: tl.constexpr):
 def _with_one_scale(
     x_ptr, part_ptr, v_ptr, s_ptr, x_stride, parts, n,
     FORMAT: tl.constexpr, POW2: tl.constexpr, NATIVE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
+    PLACE: tl.constexpr,
 ):  # fmt: skip
     every = tl.arange(0, MOST)
     made = scale(tl.max(tl.load(part_ptr + every, mask=every < parts, other=0), axis=0), FORMAT, POW2)
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(s_ptr, made)
-    if n > 0:
-        row, start, cols, mask = piece(n, BLOCK)
-        x = tl.load(x_ptr + row * x_stride + start + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(v_ptr + row * n + start + cols, quantise(x * (1 / made), FORMAT, NATIVE), mask=mask)
+    row, start, cols, mask = piece(n, BLOCK, PLACE)
+    x = tl.load(x_ptr + row * x_stride + start + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(v_ptr + row * n + start + cols, quantise(x * (1 / made), FORMAT, NATIVE), mask=mask)
 
 
 def _calls(outs, config: Config, parts, x, per, layout, pow2, format) -> list[Call]:
@@ -92,10 +92,10 @@ def _calls(outs, config: Config, parts, x, per, layout, pow2, format) -> list[Ca
         (m, k, stride), (down, across) = rows(x), scales.shape
         return [Call(_blocks, (down * across,), (x, values, scales, stride, m, k, across), how)]
     m, n, stride = joined(x)
-    grid = grid_of(m, triton.cdiv(n, config.block))
+    grid, blocks = cut(m, n, config)
     pieces = grid[0] * grid[1]
     count = min(max(pieces, 1), _MOST_PARTS)
-    how |= {"MOST": _MOST_PARTS, "BLOCK": config.block}
+    how |= {"MOST": _MOST_PARTS, **blocks}
     return [
         Call(_greatest, (count,), (x, parts, stride, m, n), {"BLOCK": config.block}),
         Call(_with_one_scale, grid if pieces else (1,), (x, parts, values, scales, stride, count, n), how),

@@ -26,21 +26,25 @@ def configs(x: TensorSpec) -> list[Config]:
 
 
 @triton.jit
-def _relu_squared(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr):
-    row, start, cols, mask = piece(n, BLOCK)
+def _relu_squared(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr, PLACE: tl.constexpr):
+    row, start, cols, mask = piece(n, BLOCK, PLACE)
     x = tl.load(x_ptr + row * x_stride + start + cols, mask=mask).to(tl.float32)
     positive = tl.where(x < 0, 0.0, x)  # tl.maximum would drop NaN
     tl.store(y_ptr + row * n + start + cols, positive * positive, mask=mask)
 
 
+def _call(outs, config: Config, x):
+    """Grid, arguments and constants; of tensors for `run` and of specs for `compile`."""
+    m, n, stride = joined(x)
+    grid, constants = triton_pieces.cut(m, n, config)
+    return grid, (x, outs[0], stride, n), constants
+
+
 def compile(specs, config: Config, arch: str) -> Artifact:
-    (x,) = specs
-    _, n, stride = joined(x)
-    arguments = x, *outputs(x), stride, n
-    return triton_glue.compile(_relu_squared, arguments, {"BLOCK": config.block}, config.options, arch)
+    _, arguments, constants = _call(outputs(*specs), config, *specs)
+    return triton_glue.compile(_relu_squared, arguments, constants, config.options, arch)
 
 
 def run(outs, args, config: Config) -> None:
-    m, n, stride = joined(args[0])
-    grid = triton_pieces.grid(m, n, config)
-    _relu_squared[grid](args[0], outs[0], stride, n, BLOCK=config.block, **config.options)
+    grid, arguments, constants = _call(outs, config, *args)
+    _relu_squared[grid](*arguments, **constants, **config.options)

@@ -26,20 +26,25 @@ def configs(dy: TensorSpec, x: TensorSpec) -> list[Config]:
 
 
 @triton.jit
-def _relu_squared_backward(dy_ptr, x_ptr, dx_ptr, dy_stride, x_stride, n, BLOCK: tl.constexpr):
-    row, start, cols, mask = piece(n, BLOCK)
+def _relu_squared_backward(dy_ptr, x_ptr, dx_ptr, dy_stride, x_stride, n, BLOCK: tl.constexpr, PLACE: tl.constexpr):
+    row, start, cols, mask = piece(n, BLOCK, PLACE)
     dy = tl.load(dy_ptr + row * dy_stride + start + cols, mask=mask).to(tl.float32)
     x = tl.load(x_ptr + row * x_stride + start + cols, mask=mask).to(tl.float32)
     tl.store(dx_ptr + row * n + start + cols, 2 * dy * tl.where(x < 0, 0.0, x), mask=mask)  # NaN stays
 
 
+def _call(outs, config: Config, dy, x):
+    """Grid, arguments and constants; of tensors for `run` and of specs for `compile`."""
+    m, n, *strides = joined(dy, x)
+    grid, constants = triton_pieces.cut(m, n, config)
+    return grid, (dy, x, *outs, *strides, n), constants
+
+
 def compile(specs, config: Config, arch: str) -> Artifact:
-    _, n, *strides = joined(*specs)
-    arguments = *specs, *outputs(*specs), *strides, n
-    return triton_glue.compile(_relu_squared_backward, arguments, {"BLOCK": config.block}, config.options, arch)
+    _, arguments, constants = _call(outputs(*specs), config, *specs)
+    return triton_glue.compile(_relu_squared_backward, arguments, constants, config.options, arch)
 
 
 def run(outs, args, config: Config) -> None:
-    m, n, *strides = joined(*args)
-    grid = triton_pieces.grid(m, n, config)
-    _relu_squared_backward[grid](*args, *outs, *strides, n, BLOCK=config.block, **config.options)
+    grid, arguments, constants = _call(outs, config, *args)
+    _relu_squared_backward[grid](*arguments, **constants, **config.options)

@@ -1,14 +1,10 @@
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilery import inputs as draw
 from tilery.op import op
 from tilery.parts import norms, rows
-from tilery.peers import Compiled, baselines
+from tilery.peers import Compiled, Saved, baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case
 
 
@@ -40,26 +36,6 @@ def inputs(
     x = norms.draw_rows(m, n, dtype, g, layout, special, batch, heads)
     dy = norms.draw_rows(m * max(heads, 1), n, dtype, g, "contiguous", "none", batch).view(x.shape)
     return {"dy": dy, "x": x, "weight": draw.vector(n, dtype, g), "eps": 1e-6, "offset": offset}
-
-
-class Saved:
-    """What torch's forward keeps for its backward: computed when an x is first seen, so not in the time of an arm.
-
-    While a CUDA graph is captured nothing is kept: only a replay would fill it, and another arm would find it.
-    """
-
-    def __init__(self, forward: Callable[[Tensor, float], Any]) -> None:
-        self._forward = forward
-        self._found = WeakTensorKeyDictionary()
-
-    def __call__(self, x: Tensor, eps: float) -> Any:
-        of = eps, x._version
-        known, found = self._found.get(x, (None, None))
-        if known != of:
-            found = self._forward(x, eps)
-            if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-                self._found[x] = of, found
-        return found
 
 
 _saved_rstd = Saved(lambda x, eps: torch.ops.aten._fused_rms_norm(x, x.shape[-1:], None, eps)[1])

@@ -1,0 +1,120 @@
+"""Element-wise Triton kernels: a block is right wherever it lies, and whole blocks pay for no mask."""
+
+import re
+
+import pytest
+import torch
+
+from tilery import backends, dispatch
+from tilery.op import REGISTRY
+from tilery.spec import case
+from tilery.workbench.check import check
+from tilery.workbench.compile import specs_for
+from tilery.workbench.place import place
+
+if why := backends.missing("triton"):
+    pytest.skip(why, allow_module_level=True)
+
+from tilery.parts import triton_pieces
+from tilery.parts.triton_pieces import Config, cut
+
+# Padded rows stay rows: end to end they would be one. Of 384, blocks of 128 are even and one of 256 is ragged.
+PADDED = {"m": 3, "n": 384, "dtype": "fp16", "layout": "padded"}
+PROBLEMS = [
+    ("silu_mul", {}),
+    ("silu_mul", {"packed": True}),
+    ("gelu_mul", {}),
+    ("silu_mul_backward", {}),
+    ("silu_mul_packed_backward", {}),
+    ("relu_squared", {}),
+    ("relu_squared_backward", {}),
+    ("cast", {"to": "fp32"}),
+    ("dropout", {}),
+    ("embedding", {"v": 7, "outside": True}),
+    ("dequantize_fp8", {}),
+    ("dequantize_fp8", {"per": "block"}),
+    ("quantize_fp8", {"per": "group"}),
+    ("quantize_fp8", {"per": "tensor"}),
+    ("silu_mul_fp8", {"per": "group"}),
+]
+BLOCKS = {"even": 128, "ragged": 256, "large": 256}
+
+
+@pytest.mark.parametrize("way", BLOCKS)
+@pytest.mark.parametrize(("op", "more"), PROBLEMS, ids=str)
+def test_every_place_is_right(op, more, way, monkeypatch):
+    found = place(REGISTRY[op], "triton")
+    if found.device is None:
+        pytest.skip(found.reason)
+    if way == "large":
+        monkeypatch.setattr(triton_pieces, "_MOST_ROWS", 2)
+    problem, config = case(**PADDED, **more), Config(BLOCKS[way], num_warps=1)
+    assert cut(3, 384, config)[1]["PLACE"] == way
+    assert check(REGISTRY[op], "triton", problem, found.device, config=config).refused is None
+
+
+@pytest.mark.parametrize("way", ["ragged", "large"])
+def test_nothing_is_written_past_a_row(way, monkeypatch):
+    """Of one row; of several, the next would write it again."""
+    module, found = REGISTRY["relu_squared"].kernel("triton"), place(REGISTRY["relu_squared"], "triton")
+    if found.device is None:
+        pytest.skip(found.reason)
+    if way == "large":
+        monkeypatch.setattr(triton_pieces, "_LONGEST", 0)
+    x, y = torch.ones(384, device=found.device), torch.full((512,), 7.0, device=found.device)
+    module.run((y[:384],), (x,), Config(256, num_warps=1))
+    assert y.tolist() == [1.0] * 384 + [7.0] * 128
+
+
+@pytest.mark.parametrize("n", [1, 128, 200])
+def test_one_joined_row_that_divides(n, monkeypatch):
+    """As rows beyond 2**31 elements do; n = 1 is a constant to Triton."""
+    found = place(REGISTRY["relu_squared"], "triton")
+    if found.device is None:
+        pytest.skip(found.reason)
+    monkeypatch.setattr(triton_pieces, "_LONGEST", 0)
+    config = Config(128, num_warps=1)
+    assert cut(1, n, config) == ((triton_pieces.triton.cdiv(n, 128), 1), {"BLOCK": 128, "PLACE": "large"})
+    check(REGISTRY["relu_squared"], "triton", case(m=1, n=n, dtype="fp32"), found.device, config=config)
+
+
+def test_cut():
+    config = Config(128, num_warps=1)
+
+    def of(m, n):
+        grid, constants = cut(m, n, config)
+        assert constants["BLOCK"] == 128
+        return grid, constants["PLACE"]
+
+    assert of(5, 256) == ((2, 5), "even")
+    assert of(5, 257) == ((3, 5), "ragged")
+    assert of(1, 0) == ((0, 1), "ragged")  # a launch on nothing must be masked
+    assert of(65535, 256) == ((2, 65535), "even")
+    assert of(65536, 256) == ((131072, 1), "large")
+    assert of(1, 2**31 - 1) == ((2**24, 1), "ragged")
+    assert of(1, 2**31) == ((2**24, 1), "large")
+
+
+@pytest.mark.parametrize(("n", "wide"), [(2**31 - 1, False), (2**31, True)])
+def test_blocks_start_in_64_bits_where_a_row_needs_them(n, wide, compiler):
+    specs = specs_for(REGISTRY["relu_squared"], case(m=1, n=n, dtype="bf16"))
+    ir = compiler.compile("relu_squared", "triton", specs, "sm_90", Config(1024, num_warps=4)).code["ir"]
+    narrow = re.findall(r"arith\.muli .* : i32", ir)
+    assert bool(narrow) == (not wide)
+
+
+ACCESS = re.compile(r"(@!?%p\d+ )?(?:ld|st)\.global")
+
+
+@pytest.mark.parametrize(("n", "masked"), [(2048, False), (2040, True)])
+@pytest.mark.parametrize(
+    "op",
+    ["silu_mul", "silu_mul_backward", "relu_squared", "relu_squared_backward", "cast", "dropout", "dequantize_fp8"],
+)
+def test_only_ragged_blocks_are_masked(op, n, masked, compiler):
+    specs = specs_for(REGISTRY[op], case(m=1, n=n, dtype="bf16"))
+    assert dispatch.problem_refusal(REGISTRY[op], "triton", specs) is None
+    ptx = compiler.compile(op, "triton", specs, "sm_90", Config(1024, num_warps=4)).code["ptx"]
+    found = ACCESS.findall(ptx)
+    assert len(found) >= 2 and any(found) == masked
+    assert not re.search(r"\bbra\b", ptx)
