@@ -72,6 +72,17 @@ def test_plan_takes_a_config_of_ones_own(tmp_path):
     assert {step["case"] for step in made[1]["steps"] if step["step"] == "down"} == {"m=1,n=64,k=96,dtype=bf16"}
 
 
+def test_plan_takes_weights_in_fp8():
+    words = ("plan", "qwen3-8b", "--weights", "fp8", "--batch", "1", "--device", "h200")
+    found = run_json(*words)
+    qkv = next(step for step in found["plans"][1]["steps"] if step["step"] == "qkv")
+    assert found["weights"] == "fp8" and qkv["case"] == "m=1,n=6144,k=4096,dtype=e4m3" and qkv["op"] == "fp8_matmul"
+    said = run(*words)
+    assert "Qwen3-8B in bf16 with fp8 weights on one GPU" in said and "m=1,n=6144,k=4096,dtype=e4m3" in said
+    wide = run_json(*words[:2], *words[4:])
+    assert wide["weights"] == "bf16" and wide["plans"][1]["total"]["ms"] > 1.5 * found["plans"][1]["total"]["ms"]
+
+
 def test_check_counts_cases():
     rows = run_json("check", "softmax", "--backend", "numba")["rows"]
     assert len(rows) == len(REGISTRY["softmax"].cases["test"]) and all(r["status"] == "pass" for r in rows)
@@ -110,6 +121,28 @@ def test_bench_prints_and_writes(tmp_path):
     assert [x["kernel"] for x in lines] == ["baseline:torch", "numba", "control:torch", "control:copy"]
     assert all(float(x["ms"]) > 0 for x in lines)
     assert "<svg" in picture.read_text() and "url(http" not in picture.read_text()
+
+
+def test_check_takes_a_product_by_its_sizes():
+    rows = run_json("check", "fp8_matmul", "-b", "numba", "--N", "130", "--K", "128", "--M", "1,3")["rows"]
+    assert [r["case"] for r in rows] == [f"m={m},n=130,k=128,dtype=e4m3" for m in (1, 3)]
+    assert all(r["status"] == "pass" for r in rows)
+
+
+def test_bench_of_a_product_writes_pairs(tmp_path):
+    file = tmp_path / "results.csv"
+    words = ("bench", "matmul", "-b", "numba", "--N", "64", "--K", "32", "--M", "1,4", "--peers", "torch,cublaslt")
+    run(*words, "--screen", "--csv", str(file))
+    with file.open() as opened:
+        lines = list(csv.DictReader(opened))
+    assert [(x["M"], x["N"], x["K"], x["peer"], x["kernel"]) for x in lines] == [
+        (m, "64", "32", "torch", "numba") for m in ("1", "4")
+    ]
+    for line in lines:
+        assert line["acc_pass"] == "True" and 0 < float(line["max_diff"]) < 1
+        assert float(line["speedup_low"]) <= float(line["speedup"]) <= float(line["speedup_high"])
+    run(*words[:-2], "--peers", "none", "--screen", "--csv", str(file), "--csv-form", "rows")
+    assert file.read_text().startswith("op,kernel,case,status,reason,device,error,ms,")
 
 
 def test_every_bench_is_kept_and_compared(tmp_path):
@@ -167,6 +200,17 @@ def test_cache_shows_and_clears(monkeypatch, tmp_path):
         (("plan", "llama-8b", "--batch", "0"), "--batch must be whole numbers from 1 on, .*, got '0'"),
         (("plan", "llama-8b", "--device", "abacus"), "--device must be here or one of nvidia_h200, got 'abacus'"),
         (("bench", "--shapes", "quick", "--case", "m=3,n=4"), "--case and --shapes exclude each other"),
+        (("bench", "matmul", "--N", "64"), "--N and --K go together, got --N alone"),
+        (("check", "matmul", "--K", "64"), "--N and --K go together, got --K alone"),
+        (("bench", "matmul", "--M", "64"), "--M goes with --N and --K, got --M 64 without them"),
+        (("bench", "matmul", "--N", "64", "--K", "64", "--M", "1,x"), "--M must be whole numbers from 1 on, .*'1,x'"),
+        (("bench", "matmul", "--N", "64", "--K", "64", "--shapes", "quick"), "both exclude --N and --K"),
+        (("bench", "softmax", "--N", "64", "--K", "64"), "--N and --K are for ops .* m, n and k, softmax needs m, n"),
+        (("check", "softmax", "--N", "64", "--K", "64"), "--N and --K are for ops whose cases are m, n and k, softmax"),
+        (("bench", "softmax", "--csv-form", "pairs"), "--csv-form pairs is for ops whose cases are m, n and k"),
+        (("bench", "matmul", "--csv-form", "trios"), "--csv-form must be one of rows, pairs, got 'trios'"),
+        (("check", "fp8_matmul", "-b", "numba", "--N", "64", "--K", "100"), "K must be a multiple of 128, got 100"),
+        (("plan", "llama-8b", "--weights", "int3"), "weights must be one of bf16, fp8, got 'int3'"),
         (("bench", "--peers", "cublast"), "--peers must be all, none, or some of torch, .*, got 'cublast'"),
         (("bench", "--peers", "none,torch"), "--peers none stands alone, got none,torch"),
         (("runs", "export", "nothing", "-o", "x.csv"), "RUN must be an id, .*, got 'nothing'"),

@@ -11,6 +11,7 @@ import platformdirs
 
 from tilery.errors import BadSetting
 
+_SGLANG = "SGLANG_TILELANG_GEMM_CONFIG_DIR"
 _SWITCH = {"": False, "0": False, "1": True}
 
 
@@ -19,6 +20,7 @@ class Settings:
     data_dir: Path  # TILERY_DATA_DIR: ceilings, the user's tuned configs
     cache_dir: Path  # TILERY_CACHE_DIR: compiled kernels; may be deleted at any time
     config_dir: Path  # TILERY_CONFIG_DIR: tuned configs, searched before the shipped ones
+    sglang_dir: Path | None = None  # SGLANG_TILELANG_GEMM_CONFIG_DIR: where SGLang looks for configs of its products
     explain: bool = False  # TILERY_EXPLAIN=1: print every new plan
 
 
@@ -31,6 +33,7 @@ def from_environment() -> Settings:
         data_dir=data,
         cache_dir=_folder("TILERY_CACHE_DIR", platformdirs.user_cache_dir("tilery")),
         config_dir=_folder("TILERY_CONFIG_DIR", str(data / "tuned")),
+        sglang_dir=_folder(_SGLANG, "") if os.environ.get(_SGLANG) else None,
         explain=_SWITCH[explain],
     )
 

@@ -89,15 +89,7 @@ def read(path: Path, op: str) -> tuple[Entry, ...]:
 
 def documents(path: Path) -> list[Document]:
     """What a file holds: one of an op and a device, or all of an export."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        found = json.loads(text, object_pairs_hook=_without_twins)
-    except FileNotFoundError:
-        raise
-    except json.JSONDecodeError as error:
-        raise BadTunedFile(f"{path}:{error.lineno}: {error.msg}; {MEND}") from None
-    except (ValueError, OSError) as error:
-        raise BadTunedFile(f"{path}:1: {error}; {MEND}") from None
+    text, found = load(path)
     several = isinstance(found, dict) and set(found) == {"schema", "files"} and isinstance(found["files"], list)
     if several and found["schema"] != SCHEMA:
         raise BadTunedFile(f'{path}:1: expected "schema": {SCHEMA}, got {found["schema"]!r}; {MEND}')
@@ -110,6 +102,19 @@ def documents(path: Path) -> list[Document]:
         )
         for each, (first, starts) in zip(files, lines)
     ]
+
+
+def load(path: Path) -> tuple[str, Any]:
+    """A JSON file as it stands and what it means; a field that stands twice is an error."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text, json.loads(text, object_pairs_hook=_without_twins)
+    except FileNotFoundError:
+        raise
+    except json.JSONDecodeError as error:
+        raise BadTunedFile(f"{path}:{error.lineno}: {error.msg}; {MEND}") from None
+    except (ValueError, OSError) as error:
+        raise BadTunedFile(f"{path}:1: {error}; {MEND}") from None
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -185,9 +190,14 @@ def merge(
 
 
 def write_export(path: Path, found: Iterable[Document]) -> None:
+    inner = ",\n".join(text_of(each).rstrip() for each in found)
+    write_text(path, f'{{"schema": {SCHEMA}, "files": [\n{inner}\n]}}\n')
+
+
+def write_text(path: Path, text: str) -> None:
+    """All of it or nothing."""
     with _writing(path, lock=False):
-        inner = ",\n".join(text_of(each).rstrip() for each in found)
-        _replace(path, f'{{"schema": {SCHEMA}, "files": [\n{inner}\n]}}\n')
+        _replace(path, text)
 
 
 def text_of(found: Document) -> str:

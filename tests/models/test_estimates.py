@@ -28,6 +28,8 @@ def test_experts_that_get_a_token():
          (2 * 6 * 2 * 18, 2 * 3 * (24 + 28 + 4), 2 * 3 * 12)),
         ("grouped_matmul", {"m": 2, "n": 5, "k": 7, "experts": 9, "topk": 2, "gathered": True},
          (2 * 2 * 5 * 7, 2 * (7 + 2 * 35), 2 * 10)),  # one token: one row, two experts
+        ("fp8_grouped_matmul", {"m": 2, "n": 130, "k": 256, "experts": 9, "topk": 2, "gathered": True},
+         (2 * 2 * 130 * 256, 256 + 8 + 2 * (130 * 256 + 16), 2 * 260)),
         ("grouped_topk", {"m": 3, "n": 16, "k": 2}, (5 * 48, 2 * 48, 8 * 6)),
         ("expert_sort", {"m": 6, "experts": 9}, (0, 24, 60)),
         ("expert_sum", {"m": 3, "n": 10, "topk": 2, "shared": True}, (2 * 90, 2 * 90 + 4 * 6, 2 * 30)),

@@ -17,6 +17,7 @@ from tilery.models.steps import DECODE, PREFILL, Pass, steps
 from tilery.op import REGISTRY
 from tilery.spec import Cost
 from tilery.workbench.compile import specs_for
+from tilery.workbench.shapes import PRODUCT_ROWS
 
 H200 = roofs.find("h200")
 # As the checkpoints count them, and of these the ones that a single token meets; DeepSeek-V3 without its extra layer.
@@ -37,9 +38,10 @@ def weights(step):
     p = step.case.params
     if step.name == "embedding":
         return p["n"] * p["v"]
-    if step.op in ("matmul", "batched_matmul", "grouped_matmul"):
-        return p["n"] * p["k"] * (p.get("batch", 1) if step.op == "batched_matmul" else p.get("experts", 1))
-    return {"rms_norm": 1, "add_rms_norm": 1, "grouped_topk": 1, "qk_norm_rope_": 2}.get(step.op, 0) * p.get("n", 0)
+    op = step.op.removeprefix("fp8_").removesuffix("_fp8")
+    if op in ("matmul", "batched_matmul", "grouped_matmul"):
+        return p["n"] * p["k"] * (p.get("batch", 1) if op == "batched_matmul" else p.get("experts", 1))
+    return {"rms_norm": 1, "add_rms_norm": 1, "grouped_topk": 1, "qk_norm_rope_": 2}.get(op, 0) * p.get("n", 0)
 
 
 def total(found, what):
@@ -61,14 +63,20 @@ def test_every_known_model_is_here():
 
 
 @pytest.mark.parametrize("phase", [PREFILL, DECODE])
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_a_plan_has_every_parameter_of_the_model(name, phase):
-    assert total(steps(models.load(name), Pass(phase, 2, 3)), weights) == PARAMETERS[name][0]
+def test_a_plan_has_every_parameter_of_the_model(name, kind, phase):
+    model = models.load(name, weights=kind)
+    if model.intermediate_size % 128 and kind == "fp8":
+        with pytest.raises(BadInput, match="got 10944 of down with tp of 1"):
+            steps(model, Pass(phase, 2, 3))
+    else:
+        assert total(steps(model, Pass(phase, 2, 3)), weights) == PARAMETERS[name][0]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_decode_of_one_token_reads_what_it_meets_but_for_the_embedding(name):
-    model = models.load(name)
+    model = models.load(name, weights="bf16")
     made = plan.plan(model, Pass(DECODE, 1, 1), H200)
     least = 2 * (PARAMETERS[name][1] - model.vocab_size * model.hidden_size)
     assert least <= made.cost.reads < 1.005 * least
@@ -111,7 +119,8 @@ def test_every_known_model_plans(name, tp, phase):
     made = plan.plan(models.load(name, tp), Pass(phase, 3, 40), H200)
     assert sum(made.shares) == pytest.approx(1) and all(ms > 0 for ms in made.step_ms)
     for step in by_name(made.steps).values():
-        assert step.exists == (step.op in REGISTRY) and step.count > 0 and step.case.params["dtype"] == "bf16"
+        takes = "e4m3" if step.op.startswith("fp8_") else "bf16"
+        assert step.exists == (step.op in REGISTRY) and step.count > 0 and step.case.params["dtype"] == takes
         if step.exists:  # from the contract, not from here
             op = REGISTRY[step.op]
             assert step.cost == op.cost(*specs_for(op, step.case))
@@ -146,7 +155,7 @@ def test_ranks_that_cannot_share_are_refused():
 
 
 def test_deepseek_v3_has_dense_layers_shared_experts_and_a_latent_cache():
-    found = by_name(steps(models.load("deepseek-v3"), Pass(DECODE, 1, 100)))
+    found = by_name(steps(models.load("deepseek-v3", weights="bf16"), Pass(DECODE, 1, 100)))
     assert (found["gate_up"].count, found["gate_up"].case.params["n"]) == (3, 2 * 18432)
     assert (found["shared_gate_up"].count, found["shared_gate_up"].case.params["n"]) == (58, 2 * 2048)
     assert found["expert_down"].cost.reads == 2 * (8 * 2048 + 8 * 2048 * 7168)  # rows, and eight experts' matrices
@@ -207,6 +216,81 @@ def test_what_is_not_planned_is_refused(more, message):
 def test_a_pass_is_of_something(phase, batch, length):
     with pytest.raises(BadInput, match=r"must be .*, got"):
         Pass(phase, batch, length)
+
+
+# Weights in fp8
+
+
+def test_llama_8b_in_fp8_step_by_step():
+    found = steps(models.load("llama-8b", weights="fp8"), Pass(DECODE, 16, 8))
+    assert [(step.name, step.op, step.count) for step in found] == [
+        ("embedding", "embedding", 1), ("first_norm", "rms_norm_fp8", 1), ("attention_norm", "add_rms_norm_fp8", 31),
+        ("qkv", "fp8_matmul", 32), ("rope_cache_write", "rope_cache_write_", 32),
+        ("attention", "attention_decode", 32), ("o_quantize", "quantize_fp8", 32), ("o", "fp8_matmul", 32),
+        ("mlp_norm", "add_rms_norm_fp8", 32), ("gate_up", "fp8_matmul", 32), ("silu_mul", "silu_mul_fp8", 32),
+        ("down", "fp8_matmul", 32), ("final_norm", "add_rms_norm", 1), ("lm_head", "matmul", 1),
+        ("sample", "sample", 1),
+    ]  # fmt: skip
+    down, o_quantize = by_name(found)["down"], by_name(found)["o_quantize"]
+    assert str(down.case) == "m=16,n=4096,k=14336,dtype=e4m3"
+    assert down.cost.reads == 4096 * 14336 + 4 * 32 * 112 + 16 * 14336 + 4 * 16 * 112 and down.cost.writes == 2**17
+    assert str(o_quantize.case) == "m=16,n=4096,per=group,scales=column,dtype=bf16"
+
+
+def test_what_the_router_takes_too_is_quantised_by_itself():
+    found = by_name(steps(models.load("deepseek-v3"), Pass(PREFILL, 1, 64)))
+    names = ("mlp_norm", "mlp_quantize", "router", "kv_b_quantize", "kv_b", "expert_gate_up", "expert_silu_mul")
+    ops = ("add_rms_norm", "quantize_fp8", "matmul", "quantize_fp8", "fp8_matmul", "fp8_grouped_matmul", "silu_mul_fp8")
+    assert tuple(found[name].op for name in names) == ops
+
+
+def test_a_config_says_what_its_weights_are():
+    block = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert llama().weights == "bf16" and llama(quantization_config=block).weights == "fp8"
+    assert models.load("deepseek-v3").weights == "fp8" and models.load("qwen3-4b").weights == "bf16"
+    for name in ("Qwen3-4B-FP8", "qwen/qwen3-4b-fp8"):
+        assert models.load(name) == models.load("qwen3-4b", weights="fp8")
+    assert models.load("Qwen3-4B-FP8", weights="bf16") == models.load("Qwen3-4B")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"quant_method": "awq"}, "needs weights in bf16 or fp8 in blocks of 128 × 128, its config says awq; name"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"its config says fp8 in blocks of \[64, 64\]; name "),
+        ("fp8", "small: quantization_config must be an object, got 'fp8'"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]},
+         "small: fp8 weights need rows of a multiple of 128 on each rank, got 64 of qkv with tp of 1; plan it in bf16"),
+    ],
+)  # fmt: skip
+def test_weights_that_cannot_be_planned_are_named(more, message):
+    with pytest.raises(BadInput, match=message):
+        steps(llama(quantization_config=more), Pass(DECODE, 1, 1))
+    with pytest.raises(BadInput, match="weights must be one of bf16, fp8, got 'int4'"):
+        models.load("llama-8b", weights="int4")
+
+
+def test_an_fp8_products_cases_are_those_of_every_layer_at_all_rows():
+    found = plan.cases_of("fp8_matmul", "Qwen3-4B")
+    layers = {(6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728)}
+    assert {tuple(w.case.params.values()) for w in found} == {
+        (m, *layer, "e4m3") for m in PRODUCT_ROWS for layer in layers
+    }
+    assert len(found) == 18 * 4 and [w.ms for w in found] == sorted((w.ms for w in found), reverse=True)
+    assert {w.case.params["m"] for w in plan.cases_of("fp8_matmul", "qwen3-4b", rows=(3, 5))} == {3, 5}
+    kv_b = {"n": 32768, "k": 512, "dtype": "e4m3"}
+    assert [w.case.params for w in plan.cases_of("fp8_matmul", "deepseek-v3", rows=(7,))].count({"m": 7, **kv_b}) == 1
+
+
+def test_other_ops_are_of_the_models_own_weights_or_of_those_that_have_them():
+    assert {w.case.params["m"] for w in plan.cases_of("matmul", "qwen3-4b")} == {1, 16, 64, 512, 8192, 32768}
+    assert {w.case.params["n"] for w in plan.cases_of("matmul", "deepseek-v3")} == {256, 129280}  # router and head
+    assert {(w.case.params["m"], w.case.params["n"]) for w in plan.cases_of("matmul", "qwen3-4b", rows=(9,))} >= {
+        (9, 151936)
+    }
+    assert plan.cases_of("quantize_fp8", "qwen3-4b") and not plan.cases_of("dropout", "qwen3-4b")
+    with pytest.raises(BadInput, match="rows are those of matmul and fp8_matmul, got them for rms_norm"):
+        plan.cases_of("rms_norm", "qwen3-4b", rows=(1,))
 
 
 # Ops that come

@@ -167,6 +167,30 @@ def test_the_table_says_who_won_and_how_long_it_took(tmp_path):
     assert (tmp_path / "softmax").is_dir()
 
 
+def test_a_product_is_tuned_at_the_rows_that_were_named(tmp_path):
+    words = [
+        "tune",
+        "fp8_matmul",
+        "-b",
+        "numba",
+        "--N",
+        "128",
+        "--K",
+        "128",
+        "--M",
+        "1,2",
+        "--config-dir",
+        str(tmp_path),
+    ]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    (file,) = (tmp_path / "fp8_matmul").glob("*.json")
+    entries = json.loads(file.read_text())["entries"]
+    assert {(e["scaled"]["m"], e["exact"]) for e in entries} == {
+        (m, "n=128,k=128,e4m3,e4m3,bf16,column") for m in (1, 2)
+    }
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -175,6 +199,17 @@ def test_the_table_says_who_won_and_how_long_it_took(tmp_path):
         (["nothing"], "OP must be one of"),
         ([], "an op or a model must be named"),
         (["softmax", "argmax", "--case", "m=4"], "--case is of one OP, got 2"),
+        (["matmul", "fp8_matmul", "--N", "64", "--K", "64"], "--N and --K are of one OP, got 2"),
+        (
+            ["softmax", "--N", "64", "--K", "64"],
+            "--N and --K are for ops whose cases are m, n and k, softmax needs m, n",
+        ),
+        (["matmul", "--N", "64", "--K", "64", "--model", "llama-8b"], "cases, shapes and model exclude each other"),
+        (
+            ["softmax", "--model", "llama-8b", "--M", "1"],
+            "rows are those of matmul and fp8_matmul, got them for softmax",
+        ),
+        (["--model", "llama-8b", "--M", "1"], "rows are those of products that are named, got no op"),
         (["softmax", "--gpus", "a"], "--gpus must be numbers of GPUs"),
         (["softmax", "--search", "luck"], "search must be one of halving, exhaustive, got 'luck'"),
         (["--model", "gpt-9"], "gpt-9"),

@@ -260,6 +260,18 @@ def test_a_models_cases_come_most_valuable_first():
     assert {p.op for p in some.problems} == {"rms_norm"}
 
 
+def test_a_models_fp8_products_are_tuned_though_its_weights_are_wide():
+    wanted = request.request(request.work("fp8_matmul", None, None, "Qwen3-4B", 1), None, "10m").problems
+    assert {p.op for p in wanted} == {"fp8_matmul"} and len(wanted) == 18 * 4
+    assert [p.weight for p in wanted] == sorted((p.weight for p in wanted), reverse=True)
+    some = request.request(request.work(["fp8_matmul", "matmul"], None, None, "qwen3-4b", 1, (1, 16)), None, "10m")
+    assert {(p.op, p.case.params["m"]) for p in some.problems} == {
+        (op, m) for op in ("matmul", "fp8_matmul") for m in (1, 16)
+    }
+    with pytest.raises(BadInput, match="rows are those of a model's products, got them without a model"):
+        request.work("matmul", None, None, None, 1, (1,))
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("90", 90), (90, 90), ("90s", 90), ("10m", 600), ("1h30m", 5400), ("1.5h", 5400), (" 2m5s ", 125)],

@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,8 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tilery.cli import common
+from tilery.errors import BadInput
 
 if TYPE_CHECKING:
+    from tilery.op import Op
     from tilery.workbench.result import Row
 
 _COLUMNS = (
@@ -41,24 +44,31 @@ def bench(
     backend: common.Backends = None,
     case: common.CaseText = None,
     shapes: common.Shapes = None,
+    n: common.Width = None,
+    k: common.Depth = None,
+    m: common.Rows = None,
     peers: common.Peers = None,
     screen: Annotated[bool, typer.Option("--screen", help="Six rounds of 2 ms turns: to find, not to claim.")] = False,
     warm: Annotated[bool, typer.Option("--warm", help="Inputs from the caches; from memory if not.")] = False,
     rounds: Annotated[int | None, typer.Option(min=6, help="Turns there and back of every arm.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
+    csv_form: Annotated[
+        str | None,
+        typer.Option(help="rows: one an arm; pairs: one a product and peer (the form of --N and --K)."),
+    ] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the table as a picture.")] = None,
     json: common.Json = False,
 ) -> None:  # fmt: skip
     """Check, then time kernels in turns with what a user could run instead; what cannot run here is compiled."""
     from tilery import timing
     from tilery.workbench.place import chosen_kernels, require_known
-    from tilery.workbench.result import is_ours, write_csv
+    from tilery.workbench.result import is_ours
     from tilery.workbench.run import Choice, run
     from tilery.workbench.store import Store
 
     common.require_writable(csv)
     common.require_writable(svg)
-    chosen = common.chosen_ops(ops)
+    chosen, given = common.chosen_ops(ops), common.product(n, k, m)
     require_known(chosen, backend, "--backend")
     against = common.chosen_peers(chosen, peers)
     choices = [
@@ -66,11 +76,12 @@ def bench(
             op,
             list(chosen_kernels(op, backend)),
             against[op.name],
-            common.chosen_cases(op, case, shapes),
+            common.chosen_cases(op, case, shapes, given),
             bool(backend),
         )
         for op in chosen
     ]
+    write_csv = _csv_writer(csv_form or ("pairs" if given else "rows"), chosen)
     depth = timing.SCREEN if screen else timing.FULL
     depth = replace(depth, rounds=rounds or depth.rounds)
     with common.progress() as (say, count):
@@ -86,6 +97,19 @@ def bench(
         common.console().print(table)
         print(f"kept as run {done.id}", file=sys.stderr)
     raise typer.Exit(1 if any(row.status == "fail" and is_ours(row.kernel) for row in done.rows) else 0)
+
+
+def _csv_writer(form: str, ops: "list[Op]") -> "Callable[[list[Row], Path], None]":
+    from tilery.workbench import pairs, result
+    from tilery.workbench.shapes import require_product
+
+    writers = {"rows": result.write_csv, "pairs": pairs.write_csv}
+    if form not in writers:
+        raise BadInput(f"--csv-form must be one of {', '.join(writers)}, got {form!r}")
+    if form == "pairs":
+        for op in ops:
+            require_product(op, "--csv-form pairs is")
+    return writers[form]
 
 
 def _table(rows: "list[Row]") -> Table:

@@ -15,6 +15,9 @@ def check(
     backend: common.Backends = None,
     case: common.CaseText = None,
     shapes: common.Shapes = None,
+    n: common.Width = None,
+    k: common.Depth = None,
+    m: common.Rows = None,
     json: common.Json = False,
 ) -> None:
     """Check kernels against a float64 reference; what cannot run here is compiled."""
@@ -22,13 +25,13 @@ def check(
     from tilery.workbench.compile import Compiler
     from tilery.workbench.place import chosen_kernels, require_known
 
-    chosen = common.chosen_ops(ops)
+    chosen, given = common.chosen_ops(ops), common.product(n, k, m)
     require_known(chosen, backend, "--backend")
     rows: list[Row] = []
     with Compiler() as compiler, common.progress(sum(len(op.kernels) for op in chosen)) as (say, count):
         for op in chosen:
-            given = common.chosen_cases(op, case, shapes)
-            cases = op.cases["test"] if given is None else given
+            wanted = common.chosen_cases(op, case, shapes, given)
+            cases = op.cases["test"] if wanted is None else wanted
             for kernel in chosen_kernels(op, backend):
                 rows += workbench.rows(op, [kernel], cases, compiler, say)
                 count()

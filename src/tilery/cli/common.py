@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -25,6 +25,10 @@ Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to
 Backends = Annotated[list[str] | None, typer.Option("--backend", "-b", help="Kernel or language; may be repeated.")]
 CaseText = Annotated[str | None, typer.Option("--case", help="A case by its numbers: m=64,n=4096,k=8192,dtype=bf16.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object alone on stdout.")]
+
+Width = Annotated[int | None, typer.Option("--N", min=1, help="With --K: a product [M, K] · [K, N] at every M.")]
+Depth = Annotated[int | None, typer.Option("--K", min=1, help="With --N, see there.")]
+Rows = Annotated[str | None, typer.Option("--M", help="Of --N and --K: 1,16,64; 1 to 4096 in 18 steps if not given.")]
 
 Shapes = Annotated[str | None, typer.Option("--shapes", help="A named set: llama-8b, qwen3-8b, deepseek-v3, quick …")]
 
@@ -93,14 +97,44 @@ def parsed_case(op: "Op", text: str) -> "Case":
     return Case(params)
 
 
-def chosen_cases(op: "Op", case: str | None, shapes: str | None) -> "list[Case] | None":
-    """By --case, by --shapes, or None for the op's own."""
-    from tilery.workbench.shapes import cases
+class Product(NamedTuple):
+    """--N, --K and --M."""
 
-    if case is not None and shapes is not None:
-        raise BadInput("--case and --shapes exclude each other, got both")
+    n: int | None
+    k: int | None
+    rows: list[int] | None
+
+    def __bool__(self) -> bool:
+        return self.n is not None
+
+
+def product(n: int | None, k: int | None, rows: str | None, model: str | None = None) -> Product:
+    """What was given of them, if it goes together; --M may also be of a --model."""
+    if (n is None) != (k is None):
+        raise BadInput(f"--N and --K go together, got {'--K' if n is None else '--N'} alone")
+    if rows is not None and n is None and model is None:
+        raise BadInput(f"--M goes with --N and --K, got --M {rows} without them")
+    return Product(n, k, None if rows is None else numbers("--M", rows))
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """1,16,64: each once."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise BadInput(f"{option} must be whole numbers from 1 on, separated by commas, got {text!r}")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def chosen_cases(op: "Op", case: str | None, shapes: str | None, given: Product) -> "list[Case] | None":
+    """By --case, by --shapes, by --N and --K, or None for the op's own."""
+    from tilery.workbench.shapes import PRODUCT_ROWS, cases, products
+
+    if sum((case is not None, shapes is not None, bool(given))) > 1:
+        raise BadInput("--case and --shapes exclude each other, and both exclude --N and --K; got more than one")
     if case is not None:
         return [parsed_case(op, case)]
+    if given.n is not None and given.k is not None:
+        return products(op, given.n, given.k, given.rows or PRODUCT_ROWS)
     return cases(op, shapes) if shapes is not None else None
 
 

@@ -112,23 +112,42 @@ def _shown(entry: "Entry") -> tuple[str, ...]:
     return (
         ",".join((*(f"{name}={value}" for name, value in entry.scaled.items()), entry.exact)),
         str(entry.rank), entry.kernel, ",".join(f"{name}={value}" for name, value in entry.config.items()),
+        *_evidence(entry), entry.origin, entry.when,
+        common.literal(f"stale: {'; '.join(changed)}" if changed else ""),
+    )  # fmt: skip
+
+
+def _evidence(entry: "Entry") -> tuple[str, ...]:
+    """Nothing of what comes from elsewhere without any."""
+    if not entry.when:
+        return ("",) * 7
+    return (
         f"{entry.ms:.4g}", f"{entry.interval[0]:.4g} to {entry.interval[1]:.4g}", f"{entry.error:.1e}",
         f"{entry.roof:.0%}", common.number(entry.registers), common.number(entry.spills),
-        "the same" if entry.bit_identical else "vary", entry.origin, entry.when,
-        common.literal(f"stale: {'; '.join(changed)}" if changed else ""),
+        "the same" if entry.bit_identical else "vary",
     )  # fmt: skip
 
 
 @configs.command("export")
 def exported(
     ops: common.Ops = None,
-    to: Annotated[Path, typer.Option("--to", help="The file to write.")] = Path("tuned.json"),
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", help="The file to write, tuned.json if not given; of --format sglang, the folder."),
+    ] = None,
     device: Device = None,
+    form: Annotated[str, typer.Option("--format", help="tilery, or sglang: a file per N and K.")] = "tilery",
     json: common.Json = False,
 ) -> None:
-    """Write what was tuned into one file, for another machine to import."""
+    """Write what was tuned: into one file for another machine to import, or into those that SGLang reads."""
     from tilery.tuning import kept
 
+    if form not in ("tilery", "sglang"):
+        raise BadInput(f"--format must be tilery or sglang, got {form!r}")
+    if form == "sglang":
+        _export_sglang(ops, to, device, json)
+        return
+    to = to or Path("tuned.json")
     common.require_writable(to)
     found = kept.export(to, common.chosen_ops(ops), device)
     count = sum(len(each.entries) for each in found)
@@ -139,9 +158,33 @@ def exported(
         print(f"{count} entries of {len({each.op for each in found})} ops in {to}")
 
 
+def _export_sglang(ops: list[str] | None, to: Path | None, device: str | None, json: bool) -> None:
+    from tilery.tuning import sglang
+
+    if strange := [op.name for op in common.chosen_ops(ops or [sglang.OP]) if op.name != sglang.OP]:
+        raise BadInput(f"--format sglang is for {sglang.OP}, got {', '.join(strange)}")
+    written, left_out = sglang.export(to, device)
+    if json:
+        made = [each._asdict() | {"path": str(each.path)} for each in written]
+        common.print_json([], exported=made, left_out=left_out)
+        return
+    for each in written:
+        others = f", {len(each.kept)} others as they were" if each.kept else ""
+        print(f"{each.kernel}, M of {','.join(map(str, each.rows))}{others}: {each.path}")
+    for why in left_out:
+        print(f"left out: {why}")
+
+
 @configs.command("import")
 def imported(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="An export, or one file of tuned configs.")],
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE]",
+            help="An export, a file of tuned configs, or SGLang's: a file, a folder, or where "
+            "SGLANG_TILELANG_GEMM_CONFIG_DIR says if not given.",
+        ),
+    ] = None,
     as_candidates: Annotated[
         bool, typer.Option("--as-candidates", help="Those of this device too: to be measured before they are used.")
     ] = False,

@@ -7,7 +7,6 @@ import typer
 from rich.table import Table
 
 from tilery.cli import common
-from tilery.errors import BadInput
 
 if TYPE_CHECKING:
     from tilery.models.model import Model
@@ -30,6 +29,9 @@ def plan(
     device: Annotated[
         str | None, typer.Option(help="Whose ceilings: here, or h200. This machine's GPU, else an H200, if not given.")
     ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Of linear layers: bf16 or fp8. What the config says, if not given.")
+    ] = None,
     json: common.Json = False,
 ) -> None:
     """List every op and shape of a model's prefill and decode with its cost and its time at the roof; no weights."""
@@ -37,13 +39,13 @@ def plan(
     from tilery.models import roofs
     from tilery.models.plan import plans
 
-    batches = _numbers(batch)
-    chosen = models.load(model, tp)
+    batches = common.numbers("--batch", batch)
+    chosen = models.load(model, tp, weights)
     roof = roofs.find(device)
     made = plans(chosen, roof, batches, prompt, context)
     if json:
-        found = {**asdict(roof.ceilings), "device": roof.device}
-        common.print_json([], model=chosen.name, tp=tp, ceilings=found, plans=[each.document() for each in made])
+        found, documents = {**asdict(roof.ceilings), "device": roof.device}, [each.document() for each in made]
+        common.print_json([], model=chosen.name, tp=tp, weights=chosen.weights, ceilings=found, plans=documents)
         return
     console = common.console()
     console.print(_heading(chosen, roof), highlight=False)
@@ -53,17 +55,11 @@ def plan(
         console.print(common.literal(note), highlight=False)
 
 
-def _numbers(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise BadInput(f"--batch must be whole numbers from 1 on, separated by commas, got {text!r}")
-    return list(dict.fromkeys(map(int, parts)))
-
-
 def _heading(model: "Model", roof: "Roof") -> str:
     ranks = "one GPU" if model.tp == 1 else f"one of {model.tp} GPUs"
     rates = f"{_short(roof.ceilings.read)}B/s, {_short(roof.ceilings.flops['bf16'])}FLOP/s"
-    return f"{model.name} in bf16 on {ranks}, at the ceilings measured on {roof.device} ({rates})"
+    formats = "bf16" if model.weights == "bf16" else f"bf16 with {model.weights} weights"
+    return f"{model.name} in {formats} on {ranks}, at the ceilings measured on {roof.device} ({rates})"
 
 
 def _table(made: "Plan") -> Table:
@@ -84,8 +80,8 @@ def _table(made: "Plan") -> Table:
 
 
 def _shape(step: "Step") -> str:
-    """All are of one dtype, which the heading says."""
-    return ",".join(f"{name}={value}" for name, value in step.case.params.items() if name != "dtype")
+    """The heading says that it is bf16 where nothing is said."""
+    return ",".join(f"{name}={value}" for name, value in step.case.params.items() if value != "bf16")
 
 
 def _short(value: float) -> str:

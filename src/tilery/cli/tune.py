@@ -27,6 +27,9 @@ def tune(
     ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to tune; all of a --model's.")] = None,
     case: common.CaseText = None,
     shapes: common.Shapes = None,
+    n: common.Width = None,
+    k: common.Depth = None,
+    m: common.Rows = None,
     model: Annotated[str | None, typer.Option(help="Shapes of a model, most valuable first: llama-8b …")] = None,
     tp: Annotated[int, typer.Option(min=1, help="Ranks of tensor parallelism; of a --model.")] = 1,
     backend: common.Backends = None,
@@ -43,14 +46,16 @@ def tune(
     from tilery.tuning import tune as tuned_by
 
     chosen = common.chosen_ops(ops) if ops else []
-    if case is not None and len(chosen) != 1:
-        raise BadInput(f"--case is of one OP, got {len(chosen)}")
+    given = common.product(n, k, m, model)
+    if (case is not None or given) and len(chosen) != 1:
+        raise BadInput(f"{'--N and --K are' if given else '--case is'} of one OP, got {len(chosen)}")
+    cases = common.chosen_cases(chosen[0], case, None, given) if chosen else None
     with _progress() as show:
         try:
             result = tuned_by(
-                chosen, cases=None if case is None else [common.parsed_case(chosen[0], case)], shapes=shapes,
-                model=model, tp=tp, backend=backend, budget=budget, search=search, bits=bits, gpus=_numbers(gpus),
-                num_gpus=num_gpus, timeout=timeout, config_dir=config_dir, progress=show,
+                chosen, cases=cases, shapes=shapes, model=model, tp=tp, rows=None if given else given.rows,
+                backend=backend, budget=budget, search=search, bits=bits, gpus=_numbers(gpus), num_gpus=num_gpus,
+                timeout=timeout, config_dir=config_dir, progress=show,
             )  # fmt: skip
         except KeyboardInterrupt:
             print("stopped; what was measured is kept, and the same command goes on from there", file=sys.stderr)

@@ -2,12 +2,12 @@
 
 import functools
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from tilery.errors import BadInput
-from tilery.models.model import Model
+from tilery.errors import BadInput, require
+from tilery.models.model import BF16, FP8, WEIGHTS, Model
 
 _KNOWN = Path(__file__).parent / "known"
 _RENAMED = {"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}  # Mixtral's, Qwen's
@@ -62,16 +62,24 @@ def _by_alias() -> dict[str, Path]:
     return found
 
 
-def load(name_or_path: str, tp: int = 1) -> Model:
-    """A known model by its name, in any case; any other by its config.json or the folder that holds it."""
-    path = _by_alias().get(name_or_path.lower()) or Path(name_or_path)
+def load(name_or_path: str, tp: int = 1, weights: str | None = None) -> Model:
+    """A known model by its name, in any case; any other by its config.json or the folder that holds it.
+
+    `weights` says in which format to take it, if not in its config's; a known name may end with it: Qwen3-4B-FP8.
+    """
+    require(weights in (None, *WEIGHTS), f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}")
+    name, ending = name_or_path.lower(), f"-{FP8}"
+    if name not in _by_alias() and name.removesuffix(ending) in _by_alias():
+        name, weights = name.removesuffix(ending), weights or FP8
+    path = _by_alias().get(name) or Path(name_or_path)
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
             raise BadInput(f"a model's folder must hold a config.json, got {name_or_path!r} without one")
     if not path.is_file():
         raise BadInput(f"a model must be one of {', '.join(known())}, or a config.json, got {name_or_path!r}")
-    return from_config(_read(path), _name(path), tp, str(path))
+    found = from_config(_read(path), _name(path), tp, str(path))
+    return found if weights is None else replace(found, weights=weights)
 
 
 def _name(path: Path) -> str:
@@ -97,12 +105,23 @@ def from_config(config: dict[str, Any], name: str, tp: int = 1, where: str | Non
     where = where or name
     _require_fields(config, where)
     taken: dict[str, Any] = {"name": name, "num_key_value_heads": config["num_attention_heads"]}
-    kinds = {f.name: f.type for f in fields(Model) if f.name != "tp"}
+    kinds = {f.name: f.type for f in fields(Model) if f.name not in ("weights", "tp")}
     for key, value in config.items():
         field = _RENAMED.get(key, key)
         if field in kinds and value is not None:
             taken[field] = _checked(where, key, kinds[field], value)
-    return Model(**taken, tp=tp)
+    return Model(**taken, weights=_weights(config, where), tp=tp)
+
+
+def _weights(config: dict[str, Any], where: str) -> str:
+    """What quantization_config says: fp8 in blocks of 128 × 128 is planned, any other format is only named."""
+    found = config.get("quantization_config")
+    if found is None:
+        return BF16
+    if not isinstance(found, dict):
+        raise BadInput(f"{where}: quantization_config must be an object, got {found!r}")
+    method, block = found.get("quant_method"), found.get("weight_block_size")
+    return FP8 if (method, block) == ("fp8", [128, 128]) else f"{method} in blocks of {block}" if block else f"{method}"
 
 
 def _require_fields(config: dict[str, Any], where: str) -> None:

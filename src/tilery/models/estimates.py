@@ -1,4 +1,4 @@
-"""What steps cost that no op does yet: flops, reads and writes in bf16, the least that is needed.
+"""What steps cost that no op does yet: flops, reads and writes, the least that is needed; in bf16 unless they say fp8.
 
 Once an op of such a name is in the registry its contract is asked instead, with the same parameters (see steps.py):
 then its estimate here is dead and goes.
@@ -67,6 +67,14 @@ def grouped_matmul(m: int, n: int, k: int, experts: int, topk: int, gathered: bo
     return _cost(2 * m * n * k, (tokens if gathered else m) * k + weights, m * n)
 
 
+def fp8_grouped_matmul(m: int, n: int, k: int, experts: int, topk: int, gathered: bool) -> Cost:
+    """The same with values of a byte, a scale for 128 of a row and for 128 × 128 of a matrix."""
+    tokens = m // topk
+    rows, blocks = tokens if gathered else m, -(-n // 128) * -(-k // 128)
+    weights = experts_hit(tokens, experts, topk) * (n * k + 4 * blocks)
+    return Cost(2 * m * n * k, rows * (k + 4 * -(-k // 128)) + weights, _BYTES * m * n)
+
+
 def grouped_topk(m: int, n: int, k: int) -> Cost:
     """The k best of n experts, chosen within the best groups; weights and indices of 4 bytes come out."""
     return Cost(5 * m * n, _BYTES * m * n, 2 * _INDEX * m * k)
@@ -110,8 +118,8 @@ def all_gather(m: int, n: int, ranks: int) -> Cost:
 ESTIMATES: dict[str, Callable[..., Cost]] = {
     estimate.__name__: estimate
     for estimate in (
-        attention, attention_decode, mla, mla_decode, batched_matmul, grouped_matmul, grouped_topk, expert_sort,
-        expert_sum, cache_write_, mla_cache_write_, add_bias_, all_reduce, all_gather,
+        attention, attention_decode, mla, mla_decode, batched_matmul, grouped_matmul, fp8_grouped_matmul, grouped_topk,
+        expert_sort, expert_sum, cache_write_, mla_cache_write_, add_bias_, all_reduce, all_gather,
     )
 }  # fmt: skip
 

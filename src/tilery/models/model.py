@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from tilery.errors import BadInput, require
 
+BF16, FP8 = WEIGHTS = ("bf16", "fp8")  # of linear layers; fp8 has a scale per block of 128 × 128
+
 
 class Linear(NamedTuple):
     """y [M, n] = x [M, k] · wᵀ, as one rank of tensor parallelism sees it."""
@@ -47,6 +49,7 @@ class Model:
     moe_layer_freq: int = 1
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
+    weights: str = BF16  # one of WEIGHTS, or what the config calls a format that is not planned
     tp: int = 1  # ranks that share each layer
 
     def __post_init__(self) -> None:

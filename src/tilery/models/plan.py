@@ -1,14 +1,16 @@
 """What a model's passes would take if every op ran at the roof, and which cases are worth tuning first."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tilery import models
+from tilery.errors import require
 from tilery.models import roofs
-from tilery.models.model import Model
-from tilery.models.steps import DECODE, DTYPE, PREFILL, Pass, Step, steps
+from tilery.models.model import FP8, WEIGHTS, Model
+from tilery.models.steps import DECODE, PREFILL, PRODUCTS, Pass, Step, steps
 from tilery.spec import Case, Cost
+from tilery.workbench.shapes import PRODUCT_ROWS
 
 BATCHES = (1, 16, 64)
 PROMPT = 512
@@ -62,7 +64,7 @@ class Plan:
 
 def plan(model: Model, forward: Pass, roof: roofs.Roof) -> Plan:
     found = steps(model, forward)
-    return Plan(forward, found, [roof.ceilings.roof_ms(step.cost, DTYPE) for step in found])
+    return Plan(forward, found, [roof.ceilings.roof_ms(step.cost, step.case.params["dtype"]) for step in found])
 
 
 def plans(
@@ -83,12 +85,39 @@ class Worth(NamedTuple):
 
 def cases(
     model: str, tp: int = 1, batches: Iterable[int] = BATCHES, prompt: int = PROMPT, context: int = CONTEXT,
-    device: str | None = None,
+    device: str | None = None, weights: str | None = None,
 ) -> list[Worth]:  # fmt: skip
     """Of ops that exist, each case once, the most valuable first: what a tuner should turn to."""
+    return _worths(plans(models.load(model, tp, weights), roofs.find(device), batches, prompt, context))
+
+
+def cases_of(op: str, model: str, tp: int = 1, rows: Sequence[int] | None = None) -> list[Worth]:
+    """Of one op: in the model's own weights, or in those where the model has the op.
+
+    An fp8 product is taken at all numbers of rows that one is tuned for; at `rows`, if given, as is one in bf16.
+    """
+    if op == PRODUCTS[FP8] or rows is not None:
+        return _at_rows(op, model, tp, rows or PRODUCT_ROWS)
+    for weights in (None, *WEIGHTS):
+        if found := [worth for worth in cases(model, tp, weights=weights) if worth.op == op]:
+            return found
+    return []
+
+
+def _at_rows(op: str, model: str, tp: int, rows: Sequence[int]) -> list[Worth]:
+    """A layer may be in a prefill alone (kv_b), or there at one row (lm_head): so decode is asked too."""
+    weights = next((weights for weights, product in PRODUCTS.items() if product == op), None)
+    require(weights is not None, f"rows are those of {' and '.join(PRODUCTS.values())}, got them for {op}")
+    chosen, roof = models.load(model, tp, weights), roofs.find()
+    passes = [each for m in rows for each in (Pass(PREFILL, 1, m), Pass(DECODE, m, 1))]
+    found = _worths(plan(chosen, each, roof) for each in passes)
+    return [worth for worth in found if worth.op == op and worth.case.params["m"] in rows]
+
+
+def _worths(made: Iterable[Plan]) -> list[Worth]:
     found: dict[tuple[str, str], Worth] = {}
-    for made in plans(models.load(model, tp), roofs.find(device), batches, prompt, context):
-        for step, ms in zip(made.steps, made.step_ms):
+    for each in made:
+        for step, ms in zip(each.steps, each.step_ms):
             if step.exists:
                 key = step.op, str(step.case)
                 found[key] = Worth(step.op, step.case, ms + (found[key].ms if key in found else 0.0))

@@ -1,4 +1,8 @@
-"""One forward pass of a model as a list of ops with their cases, in the model's order, as one rank runs it in bf16."""
+"""One forward pass of a model as a list of ops with their cases, in the model's order, as one rank runs it.
+
+All is bf16; of a model with fp8 weights, linear layers take fp8 but for the router and the head, and what feeds them is
+quantised by the step before where an op does both.
+"""
 
 import functools
 import inspect
@@ -9,7 +13,7 @@ from typing import Any
 import tilery.ops  # noqa: F401  fills the registry
 from tilery.errors import BadInput, require
 from tilery.models.estimates import estimated
-from tilery.models.model import Linear, Model
+from tilery.models.model import BF16, FP8, WEIGHTS, Linear, Model
 from tilery.op import REGISTRY, Op
 from tilery.spec import Case, Cost
 from tilery.workbench.compile import specs_for
@@ -18,6 +22,9 @@ DTYPE = "bf16"
 TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 _ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
 PREFILL, DECODE = "prefill", "decode"
+PRODUCTS = {BF16: "matmul", FP8: "fp8_matmul"}
+_STAY_WIDE = ("router", "lm_head")
+_SCALES = {"per": "group", "scales": "column"}  # as fp8_matmul is best given them
 
 
 @dataclass(frozen=True)
@@ -81,10 +88,16 @@ def _require_planned(model: Model) -> None:
     for name, only in _ONLY.items():
         value = getattr(model, name)
         require(value == only, f"{model.name}: a plan needs {name} to be {only!r}, got {value!r}")
+    known = f"{' or '.join(WEIGHTS)} in blocks of 128 × 128"
+    require(
+        model.weights in WEIGHTS,
+        f"{model.name}: a plan needs weights in {known}, its config says {model.weights}; name the one to plan "
+        "(tilery plan --weights)",
+    )
 
 
 def _step(call: _Call) -> Step:
-    params = {**call.params, "dtype": DTYPE}
+    params = {**call.params, "dtype": call.params.get("dtype", DTYPE)}
     op = REGISTRY.get(call.op)
     cost = estimated(call.op, params) if op is None else _contract_cost(op, tuple(params.items()))
     return Step(call.name, call.op, Case(params), call.count, cost, op is not None)
@@ -93,22 +106,45 @@ def _step(call: _Call) -> Step:
 @functools.lru_cache(maxsize=4096)
 def _contract_cost(op: Op, params: tuple[tuple[str, Any], ...]) -> Cost:
     known = inspect.signature(op.inputs).parameters
-    strange = [name for name, _ in params if name not in known]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    strange = [name for name, _ in params if name not in known and not takes_any]
     assert not strange, f"models/steps.py must name the cases of {op.name} by {', '.join(known)}, it says {strange}"
     specs = specs_for(op, Case(dict(params)))
     op.validate(specs)
     return op.cost(*specs)
 
 
-def _product(linear: Linear, m: int, count: int, name: str | None = None) -> _Call:
-    return _Call(name or linear.name, "matmul", count, {"m": m, "n": linear.n, "k": linear.k})
+def _product(model: Model, linear: Linear, m: int, count: int, name: str | None = None) -> _Call:
+    sizes = {"m": m, "n": linear.n, "k": linear.k}
+    if model.weights == BF16 or linear.name in _STAY_WIDE:
+        return _Call(name or linear.name, PRODUCTS[BF16], count, sizes)
+    _require_groups(model, linear)
+    return _Call(name or linear.name, PRODUCTS[FP8], count, {**sizes, "dtype": "e4m3"})
+
+
+def _require_groups(model: Model, linear: Linear) -> None:
+    what = f"{model.name}: fp8 weights need rows of a multiple of 128 on each rank"
+    require(linear.k % 128 == 0, f"{what}, got {linear.k} of {linear.name} with tp of {model.tp}; plan it in bf16")
+
+
+def _feeds(model: Model, name: str, op: str, count: int, params: dict[str, Any]) -> _Call:
+    """A step whose output goes into linear layers alone."""
+    return (
+        _Call(name, op, count, params) if model.weights == BF16 else _Call(name, f"{op}_fp8", count, params | _SCALES)
+    )
+
+
+def _quantised(model: Model, name: str, m: int, n: int, count: int) -> Iterator[_Call]:
+    """What a linear layer takes, where the step before has other use of it too."""
+    if model.weights == FP8:
+        yield _Call(name, "quantize_fp8", count, {"m": m, "n": n, **_SCALES})
 
 
 def _start(model: Model, forward: Pass) -> Iterator[_Call]:
     m, n = forward.tokens, model.hidden_size
     yield _Call("embedding", "embedding", 1, {"m": m, "n": n, "v": model.vocab_size})
-    yield _Call("first_norm", "rms_norm", 1, {"m": m, "n": n})
-    yield _Call("attention_norm", "add_rms_norm", model.num_hidden_layers - 1, {"m": m, "n": n})
+    yield _feeds(model, "first_norm", "rms_norm", 1, {"m": m, "n": n})
+    yield _feeds(model, "attention_norm", "add_rms_norm", model.num_hidden_layers - 1, {"m": m, "n": n})
 
 
 def _gqa(model: Model, forward: Pass) -> Iterator[_Call]:
@@ -116,7 +152,7 @@ def _gqa(model: Model, forward: Pass) -> Iterator[_Call]:
     m, layers = forward.tokens, model.num_hidden_layers
     qkv, o = model.attention()
     heads = {"heads": model.query_heads, "kv_heads": model.key_heads, "n": model.head_size}
-    yield _product(qkv, m, layers)
+    yield _product(model, qkv, m, layers)
     if model.model_type == "qwen2":
         yield _Call("qkv_bias", "add_bias_", layers, {"m": m, "n": qkv.n})
     if model.model_type in ("qwen3", "qwen3_moe"):
@@ -130,7 +166,8 @@ def _gqa(model: Model, forward: Pass) -> Iterator[_Call]:
         yield _Call("attention", "attention", layers, {"batch": forward.batch, "m": forward.length, **heads, **window})
     else:
         yield _Call("attention", "attention_decode", layers, {"m": m, "context": forward.length, **heads, **window})
-    yield _product(o, m, layers)
+    yield from _quantised(model, "o_quantize", m, o.k, layers)
+    yield _product(model, o, m, layers)
 
 
 def _mla(model: Model, forward: Pass) -> Iterator[_Call]:
@@ -139,31 +176,38 @@ def _mla(model: Model, forward: Pass) -> Iterator[_Call]:
     latent, nope, rope, value = model.mla_sizes()
     linears = {linear.name: linear for linear in model.attention()}
     if model.q_lora_rank:
-        yield _product(linears["qkv_a"], m, layers)
-        yield _Call("q_norm", "rms_norm", layers, {"m": m, "n": model.q_lora_rank})
-        yield _product(linears["q_b"], m, layers)
+        yield _product(model, linears["qkv_a"], m, layers)
+        yield _feeds(model, "q_norm", "rms_norm", layers, {"m": m, "n": model.q_lora_rank})
+        yield _product(model, linears["q_b"], m, layers)
     else:
-        yield _product(linears["q"], m, layers)
-        yield _product(linears["kv_a"], m, layers)
+        yield _product(model, linears["q"], m, layers)
+        yield _product(model, linears["kv_a"], m, layers)
     yield _Call("kv_norm", "rms_norm", layers, {"m": m, "n": latent})
     turned = {"heads": heads, "kv_heads": 1, "n": rope, "order": "thd", "places": "int32", "interleaved": True}
     yield _Call("rope", "rope_", layers, {"m": m, **turned})
     yield _Call("cache_write", "mla_cache_write_", layers, {"m": m, "n": latent + rope})
     if forward.phase == PREFILL:
         sizes = {"nope": nope, "rope": rope, "value": value}
-        yield _product(linears["kv_b"], m, layers)
+        yield from _quantised(model, "kv_b_quantize", m, latent, layers)
+        yield _product(model, linears["kv_b"], m, layers)
         yield _Call("attention", "mla", layers, {"batch": forward.batch, "m": forward.length, "heads": heads, **sizes})
     else:
         sizes = {"heads": heads, "latent": latent, "rope": rope}
         yield _Call("q_absorb", "batched_matmul", layers, {"batch": heads, "m": m, "n": latent, "k": nope})
         yield _Call("attention", "mla_decode", layers, {"m": m, "context": forward.length, **sizes})
         yield _Call("v_expand", "batched_matmul", layers, {"batch": heads, "m": m, "n": value, "k": latent})
-    yield _product(linears["o"], m, layers)
+    yield from _quantised(model, "o_quantize", m, linears["o"].k, layers)
+    yield _product(model, linears["o"], m, layers)
 
 
 def _mlps(model: Model, forward: Pass) -> Iterator[_Call]:
     m, layers, with_experts = forward.tokens, model.num_hidden_layers, model.expert_layers
-    yield _Call("mlp_norm", "add_rms_norm", layers, {"m": m, "n": model.hidden_size})
+    sizes = {"m": m, "n": model.hidden_size}
+    if with_experts:  # the router takes it too
+        yield _Call("mlp_norm", "add_rms_norm", layers, sizes)
+        yield from _quantised(model, "mlp_quantize", m, model.hidden_size, layers)
+    else:
+        yield _feeds(model, "mlp_norm", "add_rms_norm", layers, sizes)
     if layers > with_experts:
         yield from _mlp(model, "", model.dense_size, m, layers - with_experts)
     if with_experts:
@@ -172,9 +216,9 @@ def _mlps(model: Model, forward: Pass) -> Iterator[_Call]:
 
 def _mlp(model: Model, prefix: str, size: int, m: int, count: int) -> Iterator[_Call]:
     gate_up, down = model.mlp(size)
-    yield _product(gate_up, m, count, f"{prefix}gate_up")
-    yield _Call(f"{prefix}silu_mul", "silu_mul", count, {"m": m, "n": size, "packed": True})
-    yield _product(down, m, count, f"{prefix}down")
+    yield _product(model, gate_up, m, count, f"{prefix}gate_up")
+    yield _feeds(model, f"{prefix}silu_mul", "silu_mul", count, {"m": m, "n": size, "packed": True})
+    yield _product(model, down, m, count, f"{prefix}down")
 
 
 def _experts(model: Model, m: int, count: int) -> Iterator[_Call]:
@@ -184,7 +228,7 @@ def _experts(model: Model, m: int, count: int) -> Iterator[_Call]:
         topk is not None, f"{model.name}: the config lacks num_experts_per_tok (needed for the rows that experts get)"
     )
     assert experts is not None and topk is not None
-    yield _product(Linear("router", experts, model.hidden_size), m, count)
+    yield _product(model, Linear("router", experts, model.hidden_size), m, count)
     if model.model_type == "deepseek_v3" or model.topk_method not in (None, "greedy"):
         yield _Call("route", "grouped_topk", count, {"m": m, "n": experts, "k": topk})
     else:
@@ -195,15 +239,21 @@ def _experts(model: Model, m: int, count: int) -> Iterator[_Call]:
     rows, groups = m * topk, {"experts": experts, "topk": topk}
     gate_up, down = model.mlp(size)
     yield _Call("expert_sort", "expert_sort", count, {"m": rows, "experts": experts})
-    wide = {"m": rows, "n": gate_up.n, "k": gate_up.k, **groups, "gathered": True}
-    yield _Call("expert_gate_up", "grouped_matmul", count, wide)
-    yield _Call("expert_silu_mul", "silu_mul", count, {"m": rows, "n": size, "packed": True})
-    narrow = {"m": rows, "n": down.n, "k": down.k, **groups, "gathered": False}
-    yield _Call("expert_down", "grouped_matmul", count, narrow)
+    yield _grouped(model, gate_up, rows, count, {**groups, "gathered": True})
+    yield _feeds(model, "expert_silu_mul", "silu_mul", count, {"m": rows, "n": size, "packed": True})
+    yield _grouped(model, down, rows, count, {**groups, "gathered": False})
     if model.shared_size:
         yield from _mlp(model, "shared_", model.shared_size, m, count)
     summed = {"m": m, "n": model.hidden_size, "topk": topk, "shared": bool(model.shared_size)}
     yield _Call("expert_sum", "expert_sum", count, summed)
+
+
+def _grouped(model: Model, linear: Linear, rows: int, count: int, groups: dict[str, Any]) -> _Call:
+    name, sizes = f"expert_{linear.name}", {"m": rows, "n": linear.n, "k": linear.k, **groups}
+    if model.weights == BF16:
+        return _Call(name, "grouped_matmul", count, sizes)
+    _require_groups(model, linear)
+    return _Call(name, "fp8_grouped_matmul", count, {**sizes, "dtype": "e4m3"})
 
 
 def _reduced(model: Model, forward: Pass, name: str) -> Iterator[_Call]:
@@ -219,7 +269,7 @@ def _end(model: Model, forward: Pass) -> Iterator[_Call]:
     yield _Call("final_norm", "add_rms_norm", 1, {"m": m, "n": n})
     if last != m:
         yield _Call("last_tokens", "embedding", 1, {"m": last, "n": n, "v": m})
-    yield _product(head, last, 1)
+    yield _product(model, head, last, 1)
     if model.tp > 1:
         yield _Call("logits", "all_gather", 1, {"m": last, "n": head.n, "ranks": model.tp})
     yield _Call("sample", "sample", 1, {"m": last, "n": model.vocab_size})

@@ -20,6 +20,7 @@ def tune(
     shapes: str | None = None,
     model: str | None = None,
     tp: int = 1,
+    rows: Sequence[int] | None = None,
     backend: str | Sequence[str] | None = None,
     budget: str | float = "10m",
     search: str = "halving",
@@ -30,12 +31,15 @@ def tune(
     config_dir: str | Path | None = None,
     progress: "Callable[[Status], None]" = lambda status: None,
 ) -> "TuneResult":
-    """Tunes an op for cases, a named set of shapes or a model (then op may be left out), and keeps what won."""
+    """Tunes an op for cases, a named set of shapes or a model (then op may be left out), and keeps what won.
+
+    `rows` are those of a model's products, if not the usual ones.
+    """
     from tilery import settings
     from tilery.tuning import request
     from tilery.tuning.tuner import Tuner
 
-    work = request.work(op, cases, shapes, model, tp)
+    work = request.work(op, cases, shapes, model, tp, rows)
     asked = request.request(work, [backend] if isinstance(backend, str) else backend, budget, search, bits)
     with nullcontext() if config_dir is None else settings.override(config_dir=request.folder(config_dir)):
         pool = request.pool_for(asked, gpus, num_gpus, timeout)

@@ -12,6 +12,7 @@ from tilery.errors import BadInput, BadTunedFile
 from tilery.op import REGISTRY, Op
 from tilery.spec import Case
 from tilery.tuned_files import MEND, Document, Entry
+from tilery.tuning import sglang
 from tilery.workbench.compile import specs_for
 
 YOURS, SHIPPED, CANDIDATES = "yours", "shipped", "candidates"
@@ -104,19 +105,21 @@ class Brought:
     reason: str = ""
 
 
-def bring(path: Path, as_candidates: bool = False) -> list[Brought]:
-    """Entries of this machine's devices become entries, those of others candidates. Nothing is kept of a bad file."""
-    try:
-        found = tuned_files.documents(path)
-    except FileNotFoundError:
-        raise BadInput(f"FILE must be an export or a file of tuned configs, got {path}, which is not there") from None
+def bring(given: Path | None, as_candidates: bool = False) -> list[Brought]:
+    """Entries of this machine's devices become entries, those of others candidates. Nothing is kept of a bad file.
+
+    Those of SGLang's files, which hold no evidence, are always candidates.
+    """
+    import tilery.ops  # noqa: F401  fills the registry
+
     brought: list[Brought] = []
     to_write: list[tuple[Op, str, str, list[Entry]]] = []
-    for each in found:
+    for path, each, measured in [found for file in sglang.files(given) for found in _documents(file)]:
         if each.op not in REGISTRY:
             raise BadTunedFile(f"{path}:{each.line}: there is no op {each.op!r}, only {', '.join(sorted(REGISTRY))}")
         op, where = REGISTRY[each.op], _device_like(each.device)
-        ours = where is not None and device.slug(where) == each.device and not as_candidates
+        here_too = where is not None and device.slug(where) == each.device
+        ours = here_too and measured and not as_candidates
         judged = [
             _judged(op, each.device, entry, path, where, "entry" if ours else "candidate") for entry in each.entries
         ]
@@ -127,6 +130,16 @@ def bring(path: Path, as_candidates: bool = False) -> list[Brought]:
     for op, slug, kind, kept in to_write:
         (tuned.write if kind == "entry" else tuned.write_candidates)(op, slug, kept)
     return brought
+
+
+def _documents(path: Path) -> list[tuple[Path, Document, bool]]:
+    """What a file holds, and whether it was measured by us."""
+    if sglang.is_one(path):
+        return [(path, sglang.document(path), False)]
+    try:
+        return [(path, each, True) for each in tuned_files.documents(path)]
+    except FileNotFoundError:
+        raise BadInput(f"FILE must be an export or a file of tuned configs, got {path}, which is not there") from None
 
 
 def _device_like(slug: str) -> torch.device | None:

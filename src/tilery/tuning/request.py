@@ -53,6 +53,7 @@ def work(
     shapes: str | None,
     model: str | None,
     tp: int,
+    rows: Sequence[int] | None = None,
 ) -> list[Work]:
     """Ops with their cases: those given, those of a set, those of a model, or an op's own."""
     import tilery.ops  # noqa: F401  fills the registry
@@ -63,7 +64,8 @@ def work(
     sources = sum(source is not None for source in (cases, shapes, model))
     require(sources <= 1, "cases, shapes and model exclude each other, got more than one of them")
     if model is not None:
-        return _of_model(model, tp, ops)
+        return _of_model(model, tp, ops, rows)
+    require(rows is None, "rows are those of a model's products, got them without a model")
     require(bool(ops), "an op or a model must be named, got neither")
     require(cases is None or len(ops) == 1, f"cases are those of one op, got {len(ops)} ops")
     if shapes is not None:
@@ -105,18 +107,19 @@ def request(
     return Request(tuple(ordered), kernels, budget_s, how, bits)
 
 
-def _of_model(model: str, tp: int, ops: Sequence[Op]) -> list[Work]:
+def _of_model(model: str, tp: int, ops: Sequence[Op], rows: Sequence[int] | None) -> list[Work]:
     """The cases of a model's prefill and decode, each worth the time it takes at the roof."""
-    from tilery.models.plan import cases
+    from tilery.models.plan import cases, cases_of
 
-    names = {op.name for op in ops}
+    names = sorted({op.name for op in ops})
+    require(rows is None or bool(names), "rows are those of products that are named, got no op")
+    worths = [worth for name in names for worth in cases_of(name, model, tp, rows)] if names else cases(model, tp)
     found: dict[str, tuple[Op, list[Case], list[float]]] = {}
-    for worth in cases(model, tp):
-        if not names or worth.op in names:
-            _, given, weights = found.setdefault(worth.op, (REGISTRY[worth.op], [], []))
-            given.append(worth.case)
-            weights.append(worth.ms)
-    require(bool(found), f"{model} must have the ops that were asked for, got {', '.join(sorted(names))}")
+    for worth in worths:
+        _, given, weights = found.setdefault(worth.op, (REGISTRY[worth.op], [], []))
+        given.append(worth.case)
+        weights.append(worth.ms)
+    require(bool(found), f"{model} must have the ops that were asked for, got {', '.join(names)}")
     return list(found.values())
 
 

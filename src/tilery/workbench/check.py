@@ -27,6 +27,7 @@ _PEER_ALLOWED = 2e-2  # of what reads 16 bits or fewer: some round between their
 class Checked:
     errors: tuple[float, ...]  # one per output
     refused: str | None = None  # as the case declares
+    max_diff: float = 0.0  # the largest difference of any element that is finite
 
 
 Right = tuple[Tensor, ...]  # outputs, then mutated arguments
@@ -35,18 +36,25 @@ _CHUNK = 2**24  # elements compared at a time: float64 copies of a whole output 
 
 def error(out: Tensor, ref: Tensor) -> float:
     """rms(out - ref) / rms(ref) in float64 over what is finite; inf unless NaN and infinities are in place."""
-    difference = total = 0.0
+    return compared(out, ref)[0]
+
+
+def compared(out: Tensor, ref: Tensor) -> tuple[float, float]:
+    """The error, and the largest difference of an element."""
+    difference = total = largest = 0.0
     for o, r in zip(out.reshape(-1).split(_CHUNK), ref.reshape(-1).split(_CHUNK)):
         o, r = o.double(), r.double()
         finite = r.isfinite()
         in_place = torch.equal(o[~finite].nan_to_num(nan=1.5), r[~finite].nan_to_num(nan=1.5))
         if not in_place or not o[finite].isfinite().all():
-            return float("inf")
-        difference += (o - r)[finite].square().sum().item()
+            return float("inf"), float("inf")
+        off = (o - r)[finite]
+        difference += off.square().sum().item()
         total += r[finite].square().sum().item()
+        largest = max(largest, off.abs().max().item() if off.numel() else 0.0)
     if difference == 0:
-        return 0.0
-    return math.sqrt(difference / total) if total else float("inf")
+        return 0.0, 0.0
+    return math.sqrt(difference / total) if total else float("inf"), largest
 
 
 def poisoned(spec: Any) -> Tensor:
@@ -75,7 +83,7 @@ def check_call(
         plan.launch(outs, args, workspace)
         return outs
 
-    return Checked(_judged(op, where, args, launch, op.allowed, right))
+    return _judged(op, where, args, launch, op.allowed, right)
 
 
 def reference(op: Op, args: Sequence[Any]) -> Right:
@@ -100,7 +108,7 @@ def check_baseline(op: Op, name: str, case: Case, target: Any, seed: int | None 
 
     narrow = any(isinstance(a, Tensor) and a.is_floating_point() and a.itemsize < 4 for a in args)
     allowed = {dtype: max(most, _PEER_ALLOWED) if narrow else most for dtype, most in op.allowed.items()}
-    return Checked(_judged(op, where, args, call, allowed))
+    return _judged(op, where, args, call, allowed)
 
 
 def _drawn(op: Op, arm: str, case: Case, target: Any, seed: int | None) -> tuple[str, tuple[Any, ...]]:
@@ -113,7 +121,7 @@ def _drawn(op: Op, arm: str, case: Case, target: Any, seed: int | None) -> tuple
 def _judged(
     op: Op, where: str, args: tuple[Any, ...], call: Callable[[tuple[Any, ...]], tuple[Any, ...]],
     allowed: dict[torch.dtype, float], right: Right | None = None,
-) -> tuple[float, ...]:  # fmt: skip
+) -> Checked:  # fmt: skip
     """Runs it and compares outputs, then mutated arguments, with the float64 reference; other inputs must be kept."""
     before = [a.clone() if isinstance(a, Tensor) else a for a in args]
     outs = call(args)
@@ -121,7 +129,7 @@ def _judged(
         torch.cuda.synchronize()
     _require_inputs_kept(op, where, before, args)
     outs = (*outs, *(args[i] for i in op.mutated))
-    return _errors(where, reference(op, before) if right is None else right, outs, allowed)
+    return _held(where, reference(op, before) if right is None else right, outs, allowed)
 
 
 def conform(op: Op, kernel: str, case: Case, target: Any) -> Checked:
@@ -145,21 +153,23 @@ def _bits(t: Tensor) -> Tensor:
     return t.contiguous().as_strided((t.numel(),), (1,)).view(torch.uint8)  # a size of 1 may have any stride
 
 
-def _errors(where: str, refs: Right, outs: tuple[Any, ...], allowed: dict[torch.dtype, float]) -> tuple[float, ...]:
+def _held(where: str, refs: Right, outs: tuple[Any, ...], allowed: dict[torch.dtype, float]) -> Checked:
     """`outs` are the op's outputs, then its mutated arguments; None is one that a peer does not compute."""
     if len(outs) != len(refs):
         raise Wrong(f"{where}: should give {len(refs)} outputs, gave {len(outs)}")
-    errors = []
+    errors, largest = [], 0.0
     for i, (out, ref) in enumerate(zip(outs, refs)):
         if out is None:
             continue
         if out.shape != ref.shape:
             raise Wrong(f"{where}: output {i} must be {list(ref.shape)}, is {list(out.shape)}")
-        errors.append(error(out, ref))
+        found, off = compared(out, ref)
+        errors.append(found)
+        largest = max(largest, off)
         most = allowed.get(out.dtype, max(allowed.values()))  # a peer may answer in another dtype
-        if not errors[-1] <= most:  # written so that NaN fails
-            raise Wrong(f"{where}: output {i} has error {errors[-1]:.2e}, allowed {most:.0e}")
-    return tuple(errors)
+        if not found <= most:  # written so that NaN fails
+            raise Wrong(f"{where}: output {i} has error {found:.2e}, allowed {most:.0e}")
+    return Checked(tuple(errors), max_diff=largest)
 
 
 def rows(
@@ -206,5 +216,5 @@ def checked(op: Op, kernel: str, case: Case, target: torch.device, checker: Call
     if found.refused is not None:
         row.status, row.reason = "refused", found.refused
     else:
-        row.error = max(found.errors, default=0.0)
+        row.error, row.max_diff = max(found.errors, default=0.0), found.max_diff
     return row

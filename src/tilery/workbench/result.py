@@ -52,6 +52,7 @@ class Row:
     stage: str = ""  # tune: a candidate of the tuner, which no benchmark may count; empty otherwise
     rank: int | None = None  # of a tune: 0 is the winner, then the best of every other kernel
     default: bool | None = None  # of a tune: its kernel's default config
+    max_diff: float | None = None  # from float64, of any element
     samples: tuple[float, ...] = ()  # ms a call, round by round; in the store and its exports only, as what follows
     against: tuple[float, ...] = ()  # the baseline's ms in the same rounds
 

@@ -1,6 +1,7 @@
 """Sets of cases by name: a model's shapes at the numbers of tokens that matter, and a sweep of rows."""
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilery import models
@@ -45,6 +46,24 @@ def cases(op: Op, name: str) -> list[Case]:
     distinct = [dict(pairs) for pairs in dict.fromkeys(tuple(size.items()) for size in sizes)]
     dtype = inspect.signature(op.inputs).parameters["dtype"].default  # bf16, or fp8 where that is the op's business
     return [Case({"m": m, **size, "dtype": dtype}) for m in chosen.tokens for size in distinct[: chosen.most]]
+
+
+# Rows that a product is tuned for, as in the files that SGLang reads (docs/sglang.md).
+PRODUCT_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
+
+
+def products(op: Op, n: int, k: int, rows: Sequence[int] = PRODUCT_ROWS) -> list[Case]:
+    """[m, k] times [k, n] for every m of rows."""
+    require_product(op, "--N and --K are")
+    dtype = inspect.signature(op.inputs).parameters["dtype"].default
+    return [Case({"m": m, "n": n, "k": k, "dtype": dtype}) for m in rows]
+
+
+def require_product(op: Op, what: str) -> None:
+    parameters = inspect.signature(op.inputs).parameters
+    needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    if needed != ["m", "n", "k"]:
+        raise BadInput(f"{what} for ops whose cases are m, n and k, {op.name} needs {', '.join(needed)}")
 
 
 def _swept(op: Op) -> list[Case]:

@@ -153,16 +153,16 @@ def _add_ratios(found: list[Found]) -> int:
         peers = [arm for arm in arms if not arm.is_kernel and arm.row.kernel != CONTROL]
         for arm in arms:
             for peer in peers:
-                ratio = _ratio(arm.row, peer.row)
-                if ratio is None:
+                found_ratio = ratio(arm.row, peer.row)
+                if found_ratio is None:
                     unpaired += 1
                 else:
-                    arm.ratios[peer.row.kernel] = ratio
+                    arm.ratios[peer.row.kernel] = found_ratio
     return unpaired
 
 
-def _ratio(row: Row, peer: Row) -> Interval | None:
-    """Round by round; as the run itself said it where the peer is torch."""
+def ratio(row: Row, peer: Row) -> Interval | None:
+    """How many times faster than the peer, round by round; as the run itself said it where the peer is torch."""
     if row is peer:
         return 1.0, 1.0, 1.0
     if peer.kernel == BASE and positive(row.ratio) and positive(row.ratio_low) and positive(row.ratio_high):

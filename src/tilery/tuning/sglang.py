@@ -1,0 +1,271 @@
+"""SGLang's files of tuned fp8 products: written from what was tuned here, read as candidates (docs/sglang.md).
+
+One file per N, K and GPU, keyed by M. Its TileLang wrapper and its Triton kernel read files of the same name, of other
+fields and from other folders.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tilery import settings, tuned_files
+from tilery.errors import BadInput, BadTunedFile
+from tilery.op import REGISTRY
+from tilery.spec import Case
+from tilery.tuned_files import MEND, Document, Entry
+from tilery.workbench.compile import specs_for
+
+OP = "fp8_matmul"
+FOLDER = Path("sglang")
+VARIANTS = ("base", "swapAB", "splitK", "splitK_swapAB")
+_FILE = "N={n},K={k},device_name={device},dtype=fp8_w8a8,block_shape=[128, 128].json"
+_NAME = re.compile(r"N=(\d+),K=(\d+),device_name=([^,]+),dtype=fp8_w8a8,block_shape=\[128, 128\]\.json")
+_EXACT = re.compile(r"n=(\d+),k=(\d+),e4m3,e4m3,bf16,(row|column)")  # what SGLang's products are
+_SAID = {"out_dtype": "bfloat16", "accum_dtype": "float32"}  # a file may say so, and nothing else
+
+Rows = dict[int, dict[str, Any]]  # by M, the fields as SGLang has them
+
+
+@dataclass(frozen=True)
+class Form:
+    """The fields of a file and what the kernel's Config calls them."""
+
+    needed: dict[str, str]  # the first is the one by which the form is known
+    config: dict[str, Any]  # in the order of Config's fields, with what they are where a file says nothing
+    may: tuple[str, ...] = ()  # fields besides, named as in Config
+    besides: tuple[str, ...] = ()  # may be there, and are no part of the config
+
+
+_FORMS = {  # by kernel, which is also the folder's name
+    "tilelang": Form(
+        {"kernel_type": "kernel_type", "block_M": "block_m", "block_N": "block_n", "block_K": "block_k",
+         "num_stages": "num_stages", "threads": "threads"},
+        {"kernel_type": None, "block_m": None, "block_n": None, "block_k": None, "num_stages": None, "threads": None,
+         "split_k": 1, "c_scale_local": False, "a_scale_shm": False, "b_scale_shm": False},
+        ("split_k", "c_scale_local", "a_scale_shm", "b_scale_shm"),
+        ("latency_ms", "tflops", *_SAID),
+    ),
+    "triton": Form(
+        {"BLOCK_SIZE_M": "block_m", "BLOCK_SIZE_N": "block_n", "BLOCK_SIZE_K": "block_k", "GROUP_SIZE_M": "group_m",
+         "num_warps": "num_warps", "num_stages": "num_stages"},
+        {"block_m": None, "block_n": None, "num_warps": None, "num_stages": None, "split_k": 1, "group_m": None,
+         "block_k": None},
+    ),
+}  # fmt: skip
+
+
+# Writing
+
+
+class Written(NamedTuple):
+    path: Path
+    kernel: str
+    rows: list[int]  # the M that were written
+    kept: list[int]  # those that the file had and that are not tuned here
+
+
+def export(to: Path | None, slug: str | None = None) -> tuple[list[Written], list[str]]:
+    """Writes a file per kernel, N, K and GPU; of one device, or of all. What SGLang cannot express is said.
+
+    In a file that is there the M that are tuned here are replaced. If one cannot be read, nothing is written.
+    """
+    found, left_out = _collect(slug)
+    if not found:
+        where, why = f" on {slug}" if slug else "", f": {'; '.join(left_out)}" if left_out else ""
+        raise BadInput(f"nothing that SGLang reads is tuned{where}: {OP} by {' or '.join(_FORMS)}, to bf16{why}")
+    texts: list[tuple[Written, str]] = []
+    for (kernel, file), rows in found.items():
+        path = folder_of(kernel, to) / file
+        before = {m: fields for m, (fields, _) in _read(path, kernel).items()} if path.exists() else {}
+        merged = {str(m): fields for m, fields in sorted((before | rows).items())}
+        written = Written(path, kernel, sorted(rows), sorted(set(before) - set(rows)))
+        texts.append((written, json.dumps(merged, indent=4) + "\n"))
+    for written, text in texts:
+        tuned_files.write_text(written.path, text)
+    return [written for written, _ in texts], left_out
+
+
+def folder_of(kernel: str, to: Path | None) -> Path:
+    """In `to` a folder each; if that is not given, TileLang's where SGLang is told to look for them."""
+    told = settings.get().sglang_dir
+    return told if to is None and kernel == "tilelang" and told is not None else (to or FOLDER) / kernel
+
+
+def _collect(slug: str | None) -> tuple[dict[tuple[str, str], Rows], list[str]]:
+    """By kernel and file name what to write for every M; and in words what cannot be written."""
+    from tilery.tuning import kept
+
+    op = REGISTRY[OP]
+    slugs = sorted({file.device for file in kept.files([op]) if file.owner != kept.CANDIDATES})
+    entries = [entry for name in slugs if slug in (None, name) for _, entry in kept.used(op, name)]
+    found: dict[tuple[str, str], Rows] = {}
+    refused: dict[tuple[str, str, int], str] = {}
+    for entry in sorted(entries, key=lambda e: (not e.exact.endswith(",row"), e.rank)):  # SGLang has scales in rows
+        match = _EXACT.fullmatch(entry.exact)
+        if entry.kernel not in _FORMS or match is None or not entry.scaled["m"]:
+            continue
+        n, k, m = int(match[1]), int(match[2]), entry.scaled["m"]
+        file = entry.kernel, _FILE.format(n=n, k=k, device=entry.device.replace(" ", "_"))
+        parts = entry.config.get("split_k", 1)
+        if entry.kernel == "triton" and parts > 1:
+            why = f"triton cuts K in {parts} parts, which SGLang's Triton kernel cannot"
+            refused.setdefault((*file, m), f"M={m}, N={n}, K={k}: {why}")
+        else:
+            found.setdefault(file, {}).setdefault(m, _fields(entry, 2 * m * n * k))
+    taken = {(*file, m) for file, rows in found.items() for m in rows}
+    return found, [why for key, why in refused.items() if key not in taken]
+
+
+def _fields(entry: Entry, flops: int) -> dict[str, Any]:
+    form = _FORMS[entry.kernel]
+    config = form.config | entry.config
+    made = {theirs: config[ours] for theirs, ours in form.needed.items()}
+    if entry.kernel == "triton":
+        return made
+    foreign = _of_other_variants(made["kernel_type"])
+    made |= {name: config[name] for name in form.may if name not in foreign}
+    return made | {"latency_ms": entry.ms, "tflops": flops / entry.ms / 1e9}
+
+
+def _of_other_variants(kernel_type: str) -> dict[str, Any]:
+    """Fields that this variant does not have, with the value that says as much."""
+    splits = {} if kernel_type.startswith("splitK") else {"split_k": 1}
+    return splits | {"a_scale_shm" if kernel_type.endswith("swapAB") else "b_scale_shm": False}
+
+
+# Reading
+
+
+def files(given: Path | None) -> list[Path]:
+    """The file, or all of SGLang's in a folder and those below it; of none, where SGLang is told to look."""
+    path = given or settings.get().sglang_dir
+    if path is None:
+        what = "or SGLANG_TILELANG_GEMM_CONFIG_DIR must say where SGLang's are"
+        raise BadInput(f"FILE must name a file or a folder of configs, {what}, got neither")
+    if not path.is_dir():
+        return [path]
+    found = sorted([*path.glob("N=*.json"), *path.glob("*/N=*.json")])
+    if not found:
+        raise BadInput(f"{path} must hold files of SGLang, N=….json, got a folder without any")
+    return found
+
+
+def is_one(path: Path) -> bool:
+    """By its name, or by what it holds: then the name is wrong, and is said to be."""
+    if _NAME.fullmatch(path.name):
+        return True
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # whoever reads it next says so
+    marks = {next(iter(form.needed)) for form in _FORMS.values()}
+    return isinstance(found, dict) and any(isinstance(v, dict) and marks & set(v) for v in found.values())
+
+
+def document(path: Path) -> Document:
+    """What a file holds, as entries without evidence: what it does not say is 0 or empty."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        wanted = _FILE.format(n=4096, k=8192, device="NVIDIA_H200")
+        raise BadTunedFile(f"{path}:1: SGLang's file must be named as {wanted}, got {path.name}; rename it")
+    n, k, name = int(match[1]), int(match[2]), match[3].replace("_", " ")
+    kernel = _kernel_of(path)
+    op, entries = REGISTRY[OP], []
+    for m, (fields, line) in _read(path, kernel).items():
+        case = Case({"m": m, "n": n, "k": k, "dtype": "e4m3"})
+        specs = specs_for(op, case)
+        try:
+            op.validate(specs)
+        except BadInput as error:
+            raise BadTunedFile(f"{path}:{line}: {error}; {MEND}") from None
+        bucket, ms = op.bucket(*specs), float(fields.get("latency_ms", 0.0))
+        entries.append(Entry(
+            kernel=kernel, exact=bucket.exact, scaled=bucket.scaled, config=_config(kernel, fields), ms=ms,
+            interval=[ms, ms], error=0.0, bit_identical=False, registers=None, spills=None, roof=0.0, versions={},
+            device=f"{name} (SGLang, {kernel})", when="", case=case.params, line=line,
+        ))  # fmt: skip
+    return Document(OP, re.sub(r"[^a-z0-9]+", "_", name.lower()), tuple(entries))
+
+
+def _kernel_of(path: Path) -> str:
+    """The kernel whose fields the first row has."""
+    rows = _parsed(path)
+    for kernel, form in _FORMS.items():
+        if next(iter(form.needed)) in next(iter(rows.values()))[0]:
+            return kernel
+    known = " or ".join(f"{', '.join(form.needed)} ({kernel})" for kernel, form in _FORMS.items())
+    raise BadTunedFile(f"{path}:1: expected rows with {known}, got {next(iter(rows.values()))[0]}; {MEND}")
+
+
+def _config(kernel: str, fields: dict[str, Any]) -> dict[str, Any]:
+    form = _FORMS[kernel]
+    named = {ours: fields[theirs] for theirs, ours in form.needed.items()}
+    named |= {name: fields[name] for name in form.may if name in fields}
+    return form.config | named
+
+
+def _read(path: Path, kernel: str) -> dict[int, tuple[dict[str, Any], int]]:
+    """By M the fields and their line, each checked to be of this kernel's form."""
+    found = _parsed(path)
+    for m, (fields, line) in found.items():
+        if why := _fault(_FORMS[kernel], fields):
+            raise BadTunedFile(f"{path}:{line}: M={m} for {kernel}: {why}; {MEND}")
+    return found
+
+
+def _parsed(path: Path) -> dict[int, tuple[dict[str, Any], int]]:
+    """By M what stands there and on which line it begins; nothing else is known of it."""
+    try:
+        text, found = tuned_files.load(path)
+    except FileNotFoundError:
+        raise BadInput(f"FILE must be a file of configs, got {path}, which is not there") from None
+    if not isinstance(found, dict) or not found:
+        raise BadTunedFile(f'{path}:1: expected {{"1": {{…}}, "16": {{…}}, …}} by M, got {_short(found)}; {MEND}')
+    rows = {}
+    for key, fields in found.items():
+        match = re.search(rf'"{re.escape(key)}"\s*:', text)
+        line = text.count("\n", 0, match.start()) + 1 if match else 1
+        if not re.fullmatch(r"[1-9][0-9]*", key):
+            raise BadTunedFile(f"{path}:{line}: a key must be M, a whole number from 1 on, got {key!r}; {MEND}")
+        if not isinstance(fields, dict):
+            raise BadTunedFile(f"{path}:{line}: M={key} must be an object of fields, got {_short(fields)}; {MEND}")
+        rows[int(key)] = fields, line
+    return rows
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _fault(form: Form, fields: dict[str, Any]) -> str | None:
+    """What is wrong with the fields of one M; None if nothing is."""
+    lacks, unknown = set(form.needed) - set(fields), set(fields) - {*form.needed, *form.may, *form.besides}
+    if lacks or unknown:
+        return f"lacks {sorted(lacks)}, has unknown {sorted(unknown)}"
+    for name, value in fields.items():
+        if why := _bad_value(name, value):
+            return why
+    if "kernel_type" not in fields:
+        return None
+    variant = fields["kernel_type"]
+    for name, neutral in _of_other_variants(variant).items():
+        if fields.get(name, neutral) != neutral:
+            return f"{name} of {fields[name]} is of another variant, kernel_type is {variant!r}"
+    return f"{variant} needs split_k" if variant.startswith("splitK") and "split_k" not in fields else None
+
+
+def _bad_value(name: str, value: Any) -> str | None:
+    if name == "kernel_type":
+        good, said = value in VARIANTS, f"one of {', '.join(VARIANTS)}"
+    elif name in _SAID:
+        good, said = value == _SAID[name], repr(_SAID[name])
+    elif name in ("latency_ms", "tflops"):
+        good, said = type(value) in (int, float) and 0 < value < float("inf"), "a number above 0"
+    elif name.endswith(("_local", "_shm")):
+        good, said = isinstance(value, bool), "true or false"
+    else:
+        good, said = type(value) is int and value >= 1, "a whole number from 1 on"
+    return None if good else f"{name} must be {said}, got {value!r}"
