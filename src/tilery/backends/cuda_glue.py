@@ -25,7 +25,7 @@ _HEADERS = {path.name: path.read_text() for path in sorted(Path(__file__).parent
 _OPTIONS = ("--std=c++17", "--generate-line-info")  # line info is for profilers and sanitizers; the code is the same
 _FORMAT = 1  # of a cache entry
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
-_PARAMETERS = {"P": ctypes.c_void_p, "q": ctypes.c_longlong, "i": ctypes.c_int, "f": ctypes.c_float}
+_PARAMETERS = {"P": ctypes.c_void_p, "q": ctypes.c_longlong, "i": ctypes.c_int, "f": ctypes.c_float, "T": None}
 
 
 class Built(NamedTuple):
@@ -40,9 +40,10 @@ class Kernel:
     def __init__(
         self, source: Path, name: str, parameters: str, threads: int, shared: int = 0, cluster: int = 1
     ) -> None:
-        """`parameters`: P pointer, q and i integers of 64 and 32 bits, f float; `shared`: bytes of dynamic memory.
+        """`parameters`: P pointer, q and i integers of 64 and 32 bits, f float, T a TensorMap by value.
 
-        `cluster`: neighbouring blocks that run at once and see each other's shared memory, from sm_90 on.
+        `shared`: bytes of dynamic memory. `cluster`: neighbouring blocks that run at once and see each other's shared
+        memory, from sm_90 on; 1 also where the kernel itself says how many (__cluster_dims__).
         """
         self.source, self.name, self.threads, self.shared, self.cluster = source, name, threads, shared, cluster
         self._types = tuple(_PARAMETERS[letter] for letter in parameters)

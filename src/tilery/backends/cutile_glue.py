@@ -17,6 +17,7 @@ from tilery.spec import Artifact, TensorSpec
 
 _DTYPE = {
     torch.float32: ct.float32, torch.bfloat16: ct.bfloat16, torch.float16: ct.float16,
+    torch.float8_e4m3fn: ct.float8_e4m3fn, torch.float8_e5m2: ct.float8_e5m2,
     torch.int32: ct.int32, torch.int64: ct.int64,
 }  # fmt: skip
 _MOST_BLOCKS = 2**24 - 1  # cuTile numbers its blocks in 24 bits

@@ -1,0 +1,78 @@
+"""Tensor maps: what TMA must know of a matrix to fetch boxes of it. Made by the driver, passed to a kernel by value."""
+
+import ctypes
+import functools
+from typing import Any
+
+from cuda.bindings import driver
+
+SPAN = 128  # bytes of a row of a box, which its swizzle in shared memory spans
+
+_BYTES, _ALIGNED = 128, 128  # of a CUtensorMap; the driver asks for an address that is a multiple of 64
+_KEPT = 4096  # maps: a model has a few for each of its layers
+_MOST_ROWS = 256  # of a box
+_KINDS = {
+    1: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    2: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+    4: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT32,
+}
+_PLAIN = driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
+_SWIZZLE = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+_PROMOTION = driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+_ZEROS = driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+
+
+class TensorMap:
+    """Memory of its own: objects of cuda.bindings lie at multiples of 16, which the driver does not take."""
+
+    def __init__(self) -> None:
+        self._memory = ctypes.create_string_buffer(_BYTES + _ALIGNED)
+        start = ctypes.addressof(self._memory)
+        self.address = start + -start % _ALIGNED
+
+    def getPtr(self) -> int:  # noqa: N802  so that cuda.bindings takes it as an argument of a kernel
+        return self.address
+
+
+def refusal(name: str, x: Any) -> str | None:
+    """Why TMA cannot fetch from a matrix [rows, columns], a spec or a tensor, of contiguous rows."""
+    size, (rows, columns) = x.dtype.itemsize, x.shape
+    if not (x.aligned if hasattr(x, "aligned") else x.data_ptr() % 16 == 0):
+        return f"{name} must start at a multiple of 16 bytes for TMA to fetch from it"
+    if rows <= 1 or not columns:  # there is no next row
+        return None
+    if x.stride(0) * size % 16:
+        return f"rows of {name} must start at multiples of 16 bytes for TMA to fetch them, got stride {x.stride(0)}"
+    if x.stride(0) < columns:
+        return f"rows of {name} must not overlap for TMA to fetch them, got stride {x.stride(0)} for {columns} columns"
+    return None
+
+
+def of(x: Any, box_rows: int) -> TensorMap:
+    """Of a tensor [rows, columns]: boxes of so many rows of SPAN bytes, swizzled, zeros where they are outside."""
+    rows, columns = x.shape
+    return _made(x.data_ptr(), rows, columns, x.stride(0) if rows > 1 else columns, box_rows, x.dtype.itemsize)
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _made(address: int, rows: int, columns: int, stride: int, box_rows: int, itemsize: int) -> TensorMap:
+    assert 0 < box_rows <= _MOST_ROWS and rows and columns and address % 16 == 0 and stride * itemsize % 16 == 0
+    made = TensorMap()
+    sizes, strides = (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(stride * itemsize)
+    box, steps = (ctypes.c_uint32 * 2)(SPAN // itemsize, box_rows), (ctypes.c_uint32 * 2)(1, 1)
+    how = int(_PLAIN), int(_SWIZZLE), int(_PROMOTION), int(_ZEROS)
+    status = _encode()(made.address, int(_KINDS[itemsize]), 2, address, sizes, strides, box, steps, *how)
+    if status:
+        what = f"[{rows}, {columns}] of {itemsize} bytes with stride {stride} at {address:#x}, boxes of {box_rows} rows"
+        raise RuntimeError(f"CUDA: making a tensor map of {what}: {driver.CUresult(status).name}")
+    return made
+
+
+@functools.cache
+def _encode() -> Any:
+    """cuTensorMapEncodeTiled, called where the map is to lie."""
+    function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    numbers, pointer = ctypes.c_uint32, ctypes.c_void_p
+    function.argtypes = [pointer, ctypes.c_int, numbers, pointer, *[pointer] * 4, *[ctypes.c_int] * 4]
+    function.restype = ctypes.c_int
+    return function

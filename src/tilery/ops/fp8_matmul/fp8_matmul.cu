@@ -1,0 +1,256 @@
+// fp8_matmul: tiles of many rows. fp8_matmul_few: few rows, whose blocks share K.
+//
+// wgmma adds fp8 products with few bits. So every 128 of K start a sum of their own, which is scaled and added to the true
+// one in fp32, while another warpgroup has the tensor cores.
+#include "tilery_wgmma.cuh"
+
+constexpr int BK = SPAN, STEPS = BK / 32;  // a block of K has one scale and is as wide as a swizzle
+
+// Persistent: two warps keep tiles and scales coming around a ring, two warpgroups multiply what arrives, 64 rows each. The
+// columns come in PARTS of WIDTH that share one partial sum: a second one would not fit the registers. STAGED tiles of c go
+// through shared memory, so that the next one is multiplied while they are stored.
+template <typename A, typename B, typename T, int PARTS, int WIDTH, int SLOTS, int GROUP, bool STAGED>
+__global__ void __launch_bounds__(384) fp8_matmul(
+    const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+    const __grid_constant__ TensorMap c_map, const float* a_scale, i64 as_row, i64 as_col, const float* b_scale, i64 bs_row,
+    i64 bs_col, T* c, int m, int n, int k) {
+    constexpr int BM = 128, BN = PARTS * WIDTH, A_BYTES = BM * BK, BYTES = A_BYTES + BN * BK, COUNT = WIDTH / 2;
+    constexpr bool ONE = BN % 128 == 0;  // a part has one scale of b, else perhaps two
+    constexpr int CHUNK = 64;  // columns of a staged tile that are stored at once
+    extern __shared__ __align__(1024) unsigned char memory[];
+    TileRing<SLOTS, BYTES, BM + 4> ring(memory, STAGED ? BM * BN * sizeof(T) : 0);
+    if (threadIdx.x == 0) ring.init(8);
+    __syncthreads();
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), warpgroup = warp / 4;  // so seen to be a warp's
+    const int lane = threadIdx.x % 32, blocks = k / BK, start = blockIdx.x, stride = gridDim.x;
+    const int down = (m + BM - 1) / BM, across = (n + BN - 1) / BN, tiles = down * across;
+    const auto place = [&](int t, int& top, int& left) {
+        int i, j;
+        place_of<GROUP>(t, down, across, i, j);
+        top = i * BM, left = j * BN;
+    };
+    int top, left;
+    if (warpgroup == 2) {
+        give_registers<56>();
+        if (warp == 8 && lane == 0) {
+            prefetch_map(a_map), prefetch_map(b_map);
+            for (int t = start; t < tiles; t += stride) {
+                place(t, top, left);
+                for (int b = 0; b < blocks; ++b, ring.next()) {
+                    Arrival& arrival = ring.ask();
+                    load_tile(arrival, ring.tile(), a_map, b * BK, top);
+                    load_tile(arrival, ring.tile() + A_BYTES, b_map, b * BK, left);
+                }
+            }
+        } else if (warp == 9) {
+            for (int t = start; t < tiles; t += stride) {
+                place(t, top, left);
+                const float* x[BM / 32];  // past the edges the last scale is read again; what it scales is not stored
+#pragma unroll
+                for (int q = 0; q < BM / 32; ++q) x[q] = a_scale + min(top + 32 * q + lane, m - 1) * as_row;
+                const int column = ONE ? left + lane % PARTS * 128 : left + lane / 2 % PARTS * WIDTH + lane % 2 * 128;
+                const float* y = b_scale + min(column, n - 1) / 128 * bs_row;
+                for (int b = 0; b < blocks; ++b, ring.next(), y += bs_col) {
+                    ring.wait_until_free();
+#pragma unroll
+                    for (int q = 0; q < BM / 32; ++q, x[q - 1] += as_col) ring.note(32 * q + lane, x[q]);
+                    if (lane < (ONE ? PARTS : 2 * PARTS)) ring.note(BM + lane, y);
+                    ring.noted();
+                }
+            }
+        }
+    } else {
+        take_registers<224>();
+        const int row = warp * 16 + lane / 4;
+        struct Scales { float row0, row8, weight[ONE ? PARTS : 2 * PARTS]; } now, next;
+        const auto read = [&](Scales& s, const float* notes) {
+            s.row0 = notes[row], s.row8 = notes[row + 8];
+#pragma unroll
+            for (int i = 0; i < (ONE ? PARTS : 2 * PARTS); ++i) s.weight[i] = notes[BM + i];
+        };
+        auto ahead = ring;
+        if (start < tiles) ring.wait(), read(now, ring.notes());
+        for (int t = start; t < tiles; t += stride) {
+            if constexpr (!ONE) place(t, top, left);
+            float sums[PARTS][COUNT] = {}, part[COUNT];
+            for (int b = 0; b < blocks; ++b) {
+                const u64 rows = tile_descriptor(ring.tile() + warpgroup * 64 * BK);
+#pragma unroll
+                for (int p = 0; p < PARTS; ++p) {
+                    const u64 columns = tile_descriptor(ring.tile() + A_BYTES + p * WIDTH * BK);
+                    product_begin(part);
+#pragma unroll
+                    for (int s = 0; s < STEPS; ++s) Product<A, B, WIDTH>::add(part, rows + 2 * s, columns + 2 * s, s);
+                    product_commit();
+                    if (p == PARTS - 1) {  // while that is under way, the next block of K is waited for
+                        ahead.next();
+                        if (b + 1 < blocks || t + stride < tiles) ahead.wait(), read(next, ahead.notes());
+                    }
+                    product_end(part);
+                    if (p == PARTS - 1) ring.release();
+                    const int w = ONE ? p : 2 * p, cut = ONE ? 128 : 128 - (left + p * WIDTH) % 128;  // columns of the first scale
+                    const float low0 = now.row0 * now.weight[w], low8 = now.row8 * now.weight[w];
+                    const float high0 = ONE ? 0.0f : now.row0 * now.weight[w + 1];
+                    const float high8 = ONE ? 0.0f : now.row8 * now.weight[w + 1];
+#pragma unroll
+                    for (int r = 0; r < COUNT; r += 4) {
+                        const bool low = ONE || 2 * r < cut;
+                        const float f0 = low ? low0 : high0, f8 = low ? low8 : high8;
+                        sums[p][r] += part[r] * f0, sums[p][r + 1] += part[r + 1] * f0;
+                        sums[p][r + 2] += part[r + 2] * f8, sums[p][r + 3] += part[r + 3] * f8;
+                    }
+                }
+                now = next;
+                ring = ahead;
+            }
+            place(t, top, left);
+            if constexpr (STAGED) {
+                int thread = threadIdx.x % 128;
+                asm volatile("" : "+r"(thread));  // or addresses would be kept in registers through all products
+                unsigned char* const mine = ring.behind() + warpgroup * 64 * BN * sizeof(T);
+                if (thread == 0) tiles_stored();
+                warpgroup_meet(warpgroup);
+#pragma unroll
+                for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+                    for (int r = 0; r < COUNT; r += 2) {  // a quad writes 16 bytes, the rows of a warp to 32 banks
+                        const int column = p * WIDTH + r / 4 * 8, line = thread / 32 * 16 + thread % 32 / 4 + r % 4 * 4;
+                        unsigned char* const at = mine + column / CHUNK * (64 * SPAN) + line * SPAN +
+                                                  ((column % CHUNK / 8) ^ (line % 8)) * 16 + thread % 4 * 4;
+                        *reinterpret_cast<unsigned*>(at) = Pack<T, 2>::rounded({sums[p][r], sums[p][r + 1]}).bits();
+                    }
+                tile_written();
+                warpgroup_meet(warpgroup);
+                if (thread == 0) {
+#pragma unroll
+                    for (int j = 0; j < BN / CHUNK; ++j)
+                        store_tile(c_map, mine + j * (64 * SPAN), left + j * CHUNK, top + warpgroup * 64);
+                    store_commit();
+                }
+            } else {
+#pragma unroll
+                for (int p = 0; p < PARTS; ++p) {
+                    store_row(c + i64{top + row} * n, left + p * WIDTH, n, top + row < m, sums[p], 0);
+                    store_row(c + i64{top + row + 8} * n, left + p * WIDTH, n, top + row + 8 < m, sums[p], 2);
+                }
+            }
+        }
+        if (STAGED && threadIdx.x % 128 == 0) tiles_stored();
+    }
+}
+
+// Few rows: weights stand where wgmma has its 64 rows, tokens where it has its columns. The blocks of a cluster share K;
+// each adds up a part of the tile that all of them send to it, always in the same order.
+template <typename A, typename B, typename T, int TOKENS, int WARPGROUPS, int SLOTS, int SPLITS>
+__global__ void __launch_bounds__(WARPGROUPS * 128 + 64) fp8_matmul_few(
+    const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const float* a_scale, i64 as_row,
+    i64 as_col, const float* b_scale, i64 bs_row, i64 bs_col, T* c, int m, int n, int k) {
+    constexpr int BN = WARPGROUPS * 64, SCALES = (BN + 127) / 128, B_BYTES = BN * BK, BYTES = B_BYTES + TOKENS * BK;
+    constexpr int THREADS = WARPGROUPS * 128 + 64;
+    constexpr int COUNT = TOKENS / 2;  // sums a thread
+    constexpr int LINE = BN + 4;  // floats from token to token: a warp writes to 32 banks
+    constexpr int FOURS = TOKENS * BN / 4 / SPLITS;  // of columns, that a block adds up
+    static_assert(TOKENS * LINE * 4 <= SLOTS * BYTES, "the tile of c passes through the ring");
+    extern __shared__ __align__(1024) unsigned char memory[];
+    using cluster = Cluster<SPLITS>;
+    TileRing<SLOTS, BYTES, TOKENS + 4> ring(memory, SPLITS > 1 ? SPLITS * FOURS * 16 : 0);
+    __shared__ Arrival sent;
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x % 32;
+    const int across = (n + BN - 1) / BN, tile = blockIdx.x / SPLITS, rank = cluster::rank();
+    const int left = tile % across * BN, first = tile / across * TOKENS, blocks = k / BK;
+    const int begin = blocks * rank / SPLITS, end = blocks * (rank + 1) / SPLITS;
+    if (threadIdx.x == WARPGROUPS * 128) {
+        ring.init(WARPGROUPS * 4);
+        if constexpr (SPLITS > 1) {
+            sent.init();
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            sent.expect((SPLITS - 1) * FOURS * 16);
+        }
+    }
+    __syncwarp();
+    cluster::begin();
+    __syncthreads();
+    const int row = warp * 16 + lane / 4, quad = lane % 4;
+    float sums[COUNT] = {};
+    if (warp == WARPGROUPS * 4) {
+        if (lane == 0)
+            for (int b = begin; b < end; ++b, ring.next()) {
+                Arrival& arrival = ring.ask();
+                load_tile(arrival, ring.tile(), b_map, b * BK, left);
+                load_tile(arrival, ring.tile() + B_BYTES, a_map, b * BK, first);
+            }
+        __syncwarp();
+    } else if (warp > WARPGROUPS * 4) {
+        constexpr int EACH = (TOKENS + 31) / 32;
+        const float* x[EACH];  // past the edges the last scale is read again; what it scales is not stored
+#pragma unroll
+        for (int q = 0; q < EACH; ++q) x[q] = a_scale + min(first + 32 * q + lane, m - 1) * as_row + begin * as_col;
+        const float* y = b_scale + min(left / 128 + lane % SCALES, (n - 1) / 128) * bs_row + begin * bs_col;
+        for (int b = begin; b < end; ++b, ring.next(), y += bs_col) {
+            ring.wait_until_free();
+#pragma unroll
+            for (int q = 0; q < EACH; ++q, x[q - 1] += as_col)
+                if (32 * q + lane < TOKENS) ring.note(32 * q + lane, x[q]);
+            if (lane < SCALES) ring.note(TOKENS + lane, y);
+            ring.noted();
+        }
+    } else {
+        for (int b = begin; b < end; ++b, ring.next()) {
+            ring.wait();
+            const u64 rows = tile_descriptor(ring.tile() + warpgroup * 64 * BK);
+            const u64 columns = tile_descriptor(ring.tile() + B_BYTES);
+            float part[COUNT];
+            product_begin(part);
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) Product<B, A, TOKENS>::add(part, rows + 2 * s, columns + 2 * s, s);
+            product_commit();
+            const float weight = ring.notes()[TOKENS + warpgroup / 2];
+            product_end(part);
+#pragma unroll
+            for (int g = 0; g < COUNT; g += 4) {
+                const float2 two = *reinterpret_cast<const float2*>(ring.notes() + g * 2 + quad * 2);
+                const float x = two.x * weight, y = two.y * weight;
+                sums[g] += part[g] * x, sums[g + 1] += part[g + 1] * y;
+                sums[g + 2] += part[g + 2] * x, sums[g + 3] += part[g + 3] * y;
+            }
+            ring.release();
+        }
+    }
+    __syncthreads();  // all have let go of the ring
+    float* const mine = reinterpret_cast<float*>(ring.tiles);
+    if (warpgroup < WARPGROUPS) {
+#pragma unroll
+        for (int r = 0; r < COUNT; ++r)
+            mine[(r / 4 * 8 + quad * 2 + r % 2) * LINE + row + r % 4 / 2 * 8] = sums[r];
+    }
+    __syncthreads();
+    const auto four_at = [&](int e) { return reinterpret_cast<float4*>(mine + e / (BN / 4) * LINE + e % (BN / 4) * 4); };
+    const auto got = reinterpret_cast<float4(*)[FOURS]>(ring.behind());
+    if constexpr (SPLITS > 1) {
+        cluster::wait_for_start();
+#pragma unroll
+        for (int p = 1; p < SPLITS; ++p) {
+            const int to = (rank + p) % SPLITS;
+            for (int e = threadIdx.x; e < FOURS; e += THREADS) push(got[rank] + e, sent, to, *four_at(to * FOURS + e));
+        }
+        sent.wait(0);
+    }
+    for (int e = threadIdx.x; e < FOURS; e += THREADS) {
+        const int at = rank * FOURS + e, t = first + at / (BN / 4), col = left + at % (BN / 4) * 4;
+        float four[4] = {};
+#pragma unroll
+        for (int p = 0; p < SPLITS; ++p) {
+            const float4 one = p == rank ? *four_at(at) : got[p][e];
+            four[0] += one.x, four[1] += one.y, four[2] += one.z, four[3] += one.w;
+        }
+        if (t >= m) continue;
+        T* const to = c + i64{t} * n + col;
+        if (n % 4 == 0) {
+            if (col < n) store(to, four);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (col + i < n) to[i] = static_cast<T>(four[i]);
+        }
+    }
+}
