@@ -38,14 +38,23 @@ class Kernel:
     """One instance of a template in a .cu file, and how it is launched: blocks and threads in one dimension."""
 
     def __init__(
-        self, source: Path, name: str, parameters: str, threads: int, shared: int = 0, cluster: int = 1
+        self,
+        source: Path,
+        name: str,
+        parameters: str,
+        threads: int,
+        shared: int = 0,
+        cluster: int = 1,
+        early: bool = False,
     ) -> None:
         """`parameters`: P pointer, q and i integers of 64 and 32 bits, f float, T a TensorMap by value.
 
         `shared`: bytes of dynamic memory. `cluster`: neighbouring blocks that run at once and see each other's shared
-        memory, from sm_90 on; 1 also where the kernel itself says how many (__cluster_dims__).
+        memory, from sm_90 on. `early`: blocks may start while the kernel before ends, and wait for it themselves.
         """
         self.source, self.name, self.threads, self.shared, self.cluster = source, name, threads, shared, cluster
+        self.early = early
+        self._local = threading.local()  # .how: a launch's configuration, of which grid and stream change
         self._types = tuple(_PARAMETERS[letter] for letter in parameters)
         self._functions: dict[int, Any] = {}  # device -> the loaded kernel
         self._resident: dict[int, int] = {}
@@ -84,14 +93,21 @@ class Kernel:
 
     def _submit(self, function: Any, blocks: int, stream: int, values: tuple[Any, ...]) -> Any:
         arguments = values, self._types
-        if self.cluster == 1:
+        if self.cluster == 1 and not self.early:
             sizes = blocks, 1, 1, self.threads, 1, 1, self.shared
             return driver.cuLaunchKernel(function, *sizes, stream, arguments, 0)[0]
-        how = driver.CUlaunchConfig()
-        how.gridDimX, how.gridDimY, how.gridDimZ = blocks, 1, 1
-        how.blockDimX, how.blockDimY, how.blockDimZ = self.threads, 1, 1
-        how.sharedMemBytes, how.hStream, how.attrs, how.numAttrs = self.shared, stream, [_clusters_of(self.cluster)], 1
+        how = getattr(self._local, "how", None) or self._configured()
+        how.gridDimX, how.hStream = blocks, stream
         return driver.cuLaunchKernelEx(how, function, arguments, 0)[0]
+
+    def _configured(self) -> Any:
+        """Kept for each thread: to make one takes longer than to launch."""
+        how = self._local.how = driver.CUlaunchConfig()
+        how.gridDimY, how.gridDimZ, how.sharedMemBytes = 1, 1, self.shared
+        how.blockDimX, how.blockDimY, how.blockDimZ = self.threads, 1, 1
+        how.attrs = ([_clusters_of(self.cluster)] if self.cluster > 1 else []) + ([_early()] if self.early else [])
+        how.numAttrs = len(how.attrs)
+        return how
 
     def _load(self, index: int) -> Any:
         """Never unloaded: a captured CUDA graph may hold the kernel longer than we do."""
@@ -116,6 +132,14 @@ def _clusters_of(blocks: int) -> Any:
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     size = attribute.value.clusterDim
     size.x, size.y, size.z = blocks, 1, 1
+    return attribute
+
+
+@functools.cache
+def _early() -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
     return attribute
 
 

@@ -6,6 +6,10 @@ using u64 = unsigned long long;
 
 __device__ inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
+// Of a kernel that is launched early: the next may be, too; what the kernel before wrote may be read from here on, and what
+// it read be written. All threads call it.
+__device__ inline void take_over() { asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory"); }
+
 // A barrier in shared memory that waits for `count` arrivals and for bytes, one phase after the other.
 struct Arrival {
     u64 state;
@@ -15,6 +19,13 @@ struct Arrival {
     }
     __device__ void arrive() {
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&state)) : "memory");
+    }
+    // At the same place of the block with that rank in the cluster. It orders no writes of this thread: with `.release.cluster`
+    // it would, and take as long as a trip to memory.
+    __device__ void arrive_at(int rank) {
+        asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+                     "mbarrier.arrive.shared::cluster.b64 _, [there]; }"
+                     ::"r"(shared_address(&state)), "r"(rank) : "memory");
     }
     __device__ void expect(unsigned bytes) {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"

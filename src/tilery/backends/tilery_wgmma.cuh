@@ -5,6 +5,8 @@
 // What a warpgroup multiplies, by the names that PTX has for them.
 struct e4m3;
 struct e5m2;
+struct f16;
+struct bf16;
 
 // Adds 64 × N products over 32 bytes of K to sums in fp32, N / 2 a thread: sums[4 g + 2 h + i] is in row
 // 16 · warp + lane / 4 + 8 h and column 8 g + 2 · (lane % 4) + i. `keep` 0 starts anew. Not done before product_end.
@@ -14,17 +16,27 @@ struct Product;
 #define TILERY_SUMS4(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
 #define TILERY_SUMS8(i) TILERY_SUMS4(i), TILERY_SUMS4(i + 4)
 #define TILERY_SUMS16(i) TILERY_SUMS8(i), TILERY_SUMS8(i + 8)
+#define TILERY_SUMS24(i) TILERY_SUMS16(i), TILERY_SUMS8(i + 16)
 #define TILERY_SUMS32(i) TILERY_SUMS16(i), TILERY_SUMS16(i + 16)
 #define TILERY_SUMS44(i) TILERY_SUMS32(i), TILERY_SUMS8(i + 32), TILERY_SUMS4(i + 40)
 #define TILERY_SUMS48(i) TILERY_SUMS32(i), TILERY_SUMS16(i + 32)
 #define TILERY_SUMS64(i) TILERY_SUMS32(i), TILERY_SUMS32(i + 32)
+#define TILERY_SUMS96(i) TILERY_SUMS64(i), TILERY_SUMS32(i + 64)
+#define TILERY_SUMS128(i) TILERY_SUMS64(i), TILERY_SUMS64(i + 64)
 #define TILERY_NAMES4 "%0,%1,%2,%3"
 #define TILERY_NAMES8 TILERY_NAMES4 ",%4,%5,%6,%7"
 #define TILERY_NAMES16 TILERY_NAMES8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define TILERY_NAMES32 TILERY_NAMES16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define TILERY_NAMES24 TILERY_NAMES16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define TILERY_NAMES32 TILERY_NAMES24 ",%24,%25,%26,%27,%28,%29,%30,%31"
 #define TILERY_NAMES44 TILERY_NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43"
 #define TILERY_NAMES48 TILERY_NAMES44 ",%44,%45,%46,%47"
 #define TILERY_NAMES64 TILERY_NAMES48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define TILERY_NAMES96                                                                                     \
+    TILERY_NAMES64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"                    \
+                   ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define TILERY_NAMES128                                                                                    \
+    TILERY_NAMES96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"      \
+                   ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 // COUNT sums a thread; X, Y and KEEP are the places of the operands behind them; FLAGS end the list of operands.
 #define TILERY_PRODUCT(A, B, N, K, COUNT, X, Y, KEEP, FLAGS)                                           \
     template <>                                                                                        \
@@ -41,10 +53,17 @@ struct Product;
     TILERY_PRODUCT(A, B, 8, K, 4, 4, 5, 6, FLAGS)      \
     TILERY_PRODUCT(A, B, 16, K, 8, 8, 9, 10, FLAGS)    \
     TILERY_PRODUCT(A, B, 32, K, 16, 16, 17, 18, FLAGS) \
+    TILERY_PRODUCT(A, B, 48, K, 24, 24, 25, 26, FLAGS) \
     TILERY_PRODUCT(A, B, 64, K, 32, 32, 33, 34, FLAGS) \
     TILERY_PRODUCT(A, B, 88, K, 44, 44, 45, 46, FLAGS) \
     TILERY_PRODUCT(A, B, 96, K, 48, 48, 49, 50, FLAGS) \
     TILERY_PRODUCT(A, B, 128, K, 64, 64, 65, 66, FLAGS)
+#define TILERY_WIDE_PRODUCTS(A, B, K, FLAGS)             \
+    TILERY_PRODUCTS(A, B, K, FLAGS)                      \
+    TILERY_PRODUCT(A, B, 192, K, 96, 96, 97, 98, FLAGS)  \
+    TILERY_PRODUCT(A, B, 256, K, 128, 128, 129, 130, FLAGS)
+TILERY_WIDE_PRODUCTS(f16, f16, 16, ", 0, 0")  // K along the rows of both tiles
+TILERY_WIDE_PRODUCTS(bf16, bf16, 16, ", 0, 0")
 TILERY_PRODUCTS(e4m3, e4m3, 32, "")
 TILERY_PRODUCTS(e4m3, e5m2, 32, "")
 TILERY_PRODUCTS(e5m2, e4m3, 32, "")
@@ -94,21 +113,18 @@ __device__ inline void load_tile(Arrival& arrival, void* to, const TensorMap& ma
                  "r"(shared_address(&arrival.state)), "r"(k), "r"(row) : "memory");
 }
 
-// A tile as load_tile brings it, from shared memory to (column, row); what is outside is not stored. Threads that wrote the
-// tile say so with `tile_written`, meet, and then one of them stores. It may be written again after `tiles_stored`.
-__device__ inline void store_tile(const TensorMap& map, const void* from, int column, int row) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];"
-                 ::"l"(&map), "r"(shared_address(from)), "r"(column), "r"(row) : "memory");
+// The same into every block of the cluster that `blocks` has a bit for, where `to` and `arrival` have the same places.
+__device__ inline void load_tile_for(unsigned blocks, Arrival& arrival, void* to, const TensorMap& map, int k, int row) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)), "l"(&map),
+                 "r"(shared_address(&arrival.state)), "r"(k), "r"(row), "h"(static_cast<unsigned short>(blocks))
+                 : "memory");
 }
-__device__ inline void tile_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ inline void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ inline void tiles_stored() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-// Threads of one warpgroup meet.
-__device__ inline void warpgroup_meet(int warpgroup) { asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory"); }
 
-// SLOTS of BYTES for tiles and NOTES floats about them, between a thread that asks for tiles, a warp that takes notes, and
-// warps that read both. Each has its own place in the ring.
-template <int SLOTS, int BYTES, int NOTES>
+// SLOTS of BYTES for tiles and NOTES floats about them, between a thread that asks for tiles, a warp that takes notes (if
+// there are any), and warps that read both. Each has its own place in the ring. BLOCKS of a cluster fetch for each other: a
+// slot is free when the readers of all of them have let go.
+template <int SLOTS, int BYTES, int NOTES = 0, int BLOCKS = 1>
 struct TileRing {
     static_assert(BYTES % PATTERN == 0, "tiles start at multiples of the swizzle's pattern");
     static_assert(NOTES % 4 == 0, "notes are read by 16 bytes");
@@ -127,7 +143,7 @@ struct TileRing {
     }
     // Of one thread, before all meet.
     __device__ void init(int reading_warps) {
-        for (int s = 0; s < SLOTS; ++s) full[s].init(1 + 32), empty[s].init(reading_warps);
+        for (int s = 0; s < SLOTS; ++s) full[s].init(NOTES ? 1 + 32 : 1), empty[s].init(reading_warps * BLOCKS);
         asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
     }
     __device__ unsigned char* behind() const { return tiles + SLOTS * BYTES; }
@@ -152,7 +168,12 @@ struct TileRing {
 
     __device__ void wait() { full[slot].wait(phase); }
     __device__ void release() {
-        if (threadIdx.x % 32 == 0) empty[slot].arrive();
+        const int lane = threadIdx.x % 32;
+        if constexpr (BLOCKS == 1) {
+            if (lane == 0) empty[slot].arrive();
+        } else if (lane < BLOCKS) {
+            empty[slot].arrive_at(lane);
+        }
     }
     __device__ void next() {
         if (++slot == SLOTS) slot = 0, phase ^= 1;
@@ -175,62 +196,4 @@ __device__ void place_of(int t, int down, int across, int& i, int& j) {
     const int band = GROUP * across, first = t / band * GROUP, height = min(down - first, GROUP);
     i = first + t % band % height;
     j = t % band / height;
-}
-
-// Four words of each of a quad's threads, transposed: thread q gets the others' q-th, in their order.
-__device__ inline void transpose_quad(unsigned (&words)[4]) {
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-        const bool upper = threadIdx.x & bit;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i & bit) continue;
-            const unsigned got = __shfl_xor_sync(0xffffffff, upper ? words[i] : words[i | bit], bit);
-            (upper ? words[i] : words[i | bit]) = got;
-        }
-    }
-}
-
-// One row of 2 · COUNT columns from `left` on, of which this thread has pairs, 4 sums apart, from `first` on. Every thread
-// of a warp calls it; what is not `inside` is not stored.
-template <typename T, int COUNT>
-__device__ void store_row(T* row, int left, int n, bool inside, const float (&sums)[COUNT], int first) {
-    constexpr int GROUPS = COUNT / 4;
-    const int quad = threadIdx.x % 4;
-    int g = 0;
-    if constexpr (sizeof(T) == 2) {
-        if (n % 8 == 0) {  // 16 bytes a thread, 64 a quad
-#pragma unroll
-            for (; g + 4 <= GROUPS; g += 4) {
-                unsigned words[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    words[i] = Pack<T, 2>::rounded({sums[4 * (g + i) + first], sums[4 * (g + i) + first + 1]}).bits();
-                transpose_quad(words);
-                const int col = left + 8 * (g + quad);
-                if (inside && col < n) store_word(row + col, uint4{words[0], words[1], words[2], words[3]});
-            }
-        }
-    }
-#pragma unroll
-    for (int rest = 0; rest < GROUPS; ++rest) {
-        if (rest < g) continue;
-        const int col = left + 8 * rest + 2 * quad;
-        const float pair[2] = {sums[4 * rest + first], sums[4 * rest + first + 1]};
-        if (!inside || col >= n) continue;
-        if (n % 2 == 0) {
-            store(row + col, pair);
-        } else {
-            row[col] = static_cast<T>(pair[0]);
-            if (col + 1 < n) row[col + 1] = static_cast<T>(pair[1]);
-        }
-    }
-}
-
-// Writes to `place` of the block with that rank in the cluster, whose `arrival` counts the bytes.
-__device__ inline void push(float4* place, Arrival& arrival, int rank, float4 value) {
-    asm volatile("{ .reg .b32 there, counted; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 counted, %1, %2;\n"
-                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [counted]; }"
-                 ::"r"(shared_address(place)), "r"(shared_address(&arrival.state)), "r"(rank),
-                   "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w) : "memory");
 }

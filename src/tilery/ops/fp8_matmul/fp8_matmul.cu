@@ -2,7 +2,7 @@
 //
 // wgmma adds fp8 products with few bits. So every 128 of K start a sum of their own, which is scaled and added to the true
 // one in fp32, while another warpgroup has the tensor cores.
-#include "tilery_wgmma.cuh"
+#include "tilery_tiles.cuh"
 
 constexpr int BK = SPAN, STEPS = BK / 32;  // a block of K has one scale and is as wide as a swizzle
 
@@ -15,12 +15,12 @@ __global__ void __launch_bounds__(384) fp8_matmul(
     const __grid_constant__ TensorMap c_map, const float* a_scale, i64 as_row, i64 as_col, const float* b_scale, i64 bs_row,
     i64 bs_col, T* c, int m, int n, int k) {
     constexpr int BM = 128, BN = PARTS * WIDTH, A_BYTES = BM * BK, BYTES = A_BYTES + BN * BK, COUNT = WIDTH / 2;
-    constexpr bool ONE = BN % 128 == 0;  // a part has one scale of b, else perhaps two
-    constexpr int CHUNK = 64;  // columns of a staged tile that are stored at once
+    constexpr bool ONE = BN % 128 == 0 || 128 % BN == 0;  // a part has one scale of b, else perhaps two
     extern __shared__ __align__(1024) unsigned char memory[];
     TileRing<SLOTS, BYTES, BM + 4> ring(memory, STAGED ? BM * BN * sizeof(T) : 0);
-    if (threadIdx.x == 0) ring.init(8);
+    if (threadIdx.x == 0) ring.init(8), prefetch_map(a_map), prefetch_map(b_map);
     __syncthreads();
+    take_over();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), warpgroup = warp / 4;  // so seen to be a warp's
     const int lane = threadIdx.x % 32, blocks = k / BK, start = blockIdx.x, stride = gridDim.x;
     const int down = (m + BM - 1) / BM, across = (n + BN - 1) / BN, tiles = down * across;
@@ -33,7 +33,6 @@ __global__ void __launch_bounds__(384) fp8_matmul(
     if (warpgroup == 2) {
         give_registers<56>();
         if (warp == 8 && lane == 0) {
-            prefetch_map(a_map), prefetch_map(b_map);
             for (int t = start; t < tiles; t += stride) {
                 place(t, top, left);
                 for (int b = 0; b < blocks; ++b, ring.next()) {
@@ -105,28 +104,8 @@ __global__ void __launch_bounds__(384) fp8_matmul(
             }
             place(t, top, left);
             if constexpr (STAGED) {
-                int thread = threadIdx.x % 128;
-                asm volatile("" : "+r"(thread));  // or addresses would be kept in registers through all products
                 unsigned char* const mine = ring.behind() + warpgroup * 64 * BN * sizeof(T);
-                if (thread == 0) tiles_stored();
-                warpgroup_meet(warpgroup);
-#pragma unroll
-                for (int p = 0; p < PARTS; ++p)
-#pragma unroll
-                    for (int r = 0; r < COUNT; r += 2) {  // a quad writes 16 bytes, the rows of a warp to 32 banks
-                        const int column = p * WIDTH + r / 4 * 8, line = thread / 32 * 16 + thread % 32 / 4 + r % 4 * 4;
-                        unsigned char* const at = mine + column / CHUNK * (64 * SPAN) + line * SPAN +
-                                                  ((column % CHUNK / 8) ^ (line % 8)) * 16 + thread % 4 * 4;
-                        *reinterpret_cast<unsigned*>(at) = Pack<T, 2>::rounded({sums[p][r], sums[p][r + 1]}).bits();
-                    }
-                tile_written();
-                warpgroup_meet(warpgroup);
-                if (thread == 0) {
-#pragma unroll
-                    for (int j = 0; j < BN / CHUNK; ++j)
-                        store_tile(c_map, mine + j * (64 * SPAN), left + j * CHUNK, top + warpgroup * 64);
-                    store_commit();
-                }
+                store_staged<T>(c_map, mine, sums, warpgroup, left, top + warpgroup * 64);
             } else {
 #pragma unroll
                 for (int p = 0; p < PARTS; ++p) {
@@ -147,30 +126,27 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 64) fp8_matmul_few(
     i64 as_col, const float* b_scale, i64 bs_row, i64 bs_col, T* c, int m, int n, int k) {
     constexpr int BN = WARPGROUPS * 64, SCALES = (BN + 127) / 128, B_BYTES = BN * BK, BYTES = B_BYTES + TOKENS * BK;
     constexpr int THREADS = WARPGROUPS * 128 + 64;
-    constexpr int COUNT = TOKENS / 2;  // sums a thread
-    constexpr int LINE = BN + 4;  // floats from token to token: a warp writes to 32 banks
-    constexpr int FOURS = TOKENS * BN / 4 / SPLITS;  // of columns, that a block adds up
-    static_assert(TOKENS * LINE * 4 <= SLOTS * BYTES, "the tile of c passes through the ring");
-    extern __shared__ __align__(1024) unsigned char memory[];
+    using Tile = SharedTile<T, TOKENS, BN, SPLITS, THREADS>;
     using cluster = Cluster<SPLITS>;
-    TileRing<SLOTS, BYTES, TOKENS + 4> ring(memory, SPLITS > 1 ? SPLITS * FOURS * 16 : 0);
+    constexpr int COUNT = Tile::COUNT;
+    static_assert(Tile::OWN_BYTES <= SLOTS * BYTES, "the tile of c passes through the ring");
+    extern __shared__ __align__(1024) unsigned char memory[];
     __shared__ Arrival sent;
+    TileRing<SLOTS, BYTES, TOKENS + 4> ring(memory, Tile::SENT_BYTES);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x % 32;
     const int across = (n + BN - 1) / BN, tile = blockIdx.x / SPLITS, rank = cluster::rank();
     const int left = tile % across * BN, first = tile / across * TOKENS, blocks = k / BK;
     const int begin = blocks * rank / SPLITS, end = blocks * (rank + 1) / SPLITS;
     if (threadIdx.x == WARPGROUPS * 128) {
         ring.init(WARPGROUPS * 4);
-        if constexpr (SPLITS > 1) {
-            sent.init();
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-            sent.expect((SPLITS - 1) * FOURS * 16);
-        }
+        Tile::expect(sent);
+        prefetch_map(a_map), prefetch_map(b_map);
     }
     __syncwarp();
     cluster::begin();
     __syncthreads();
-    const int row = warp * 16 + lane / 4, quad = lane % 4;
+    take_over();
+    const int quad = lane % 4;
     float sums[COUNT] = {};
     if (warp == WARPGROUPS * 4) {
         if (lane == 0)
@@ -217,40 +193,5 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 64) fp8_matmul_few(
         }
     }
     __syncthreads();  // all have let go of the ring
-    float* const mine = reinterpret_cast<float*>(ring.tiles);
-    if (warpgroup < WARPGROUPS) {
-#pragma unroll
-        for (int r = 0; r < COUNT; ++r)
-            mine[(r / 4 * 8 + quad * 2 + r % 2) * LINE + row + r % 4 / 2 * 8] = sums[r];
-    }
-    __syncthreads();
-    const auto four_at = [&](int e) { return reinterpret_cast<float4*>(mine + e / (BN / 4) * LINE + e % (BN / 4) * 4); };
-    const auto got = reinterpret_cast<float4(*)[FOURS]>(ring.behind());
-    if constexpr (SPLITS > 1) {
-        cluster::wait_for_start();
-#pragma unroll
-        for (int p = 1; p < SPLITS; ++p) {
-            const int to = (rank + p) % SPLITS;
-            for (int e = threadIdx.x; e < FOURS; e += THREADS) push(got[rank] + e, sent, to, *four_at(to * FOURS + e));
-        }
-        sent.wait(0);
-    }
-    for (int e = threadIdx.x; e < FOURS; e += THREADS) {
-        const int at = rank * FOURS + e, t = first + at / (BN / 4), col = left + at % (BN / 4) * 4;
-        float four[4] = {};
-#pragma unroll
-        for (int p = 0; p < SPLITS; ++p) {
-            const float4 one = p == rank ? *four_at(at) : got[p][e];
-            four[0] += one.x, four[1] += one.y, four[2] += one.z, four[3] += one.w;
-        }
-        if (t >= m) continue;
-        T* const to = c + i64{t} * n + col;
-        if (n % 4 == 0) {
-            if (col < n) store(to, four);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (col + i < n) to[i] = static_cast<T>(four[i]);
-        }
-    }
+    Tile::store(sums, reinterpret_cast<float*>(ring.tiles), ring.behind(), sent, c, first, left, m, n);
 }

@@ -1,0 +1,132 @@
+"""matmul by TMA and wgmma: what it refuses and chooses, what it hands to the driver, that every form builds."""
+
+import pytest
+import torch
+
+from tilery import backends, device
+from tilery.ops import matmul
+from tilery.spec import case
+from tilery.workbench.compile import specs_for
+
+if why := backends.missing("cuda"):
+    pytest.skip(why, allow_module_level=True)
+
+from tilery.backends import cubin, cuda_glue, tensor_maps
+from tilery.ops.matmul import cuda_hopper_kernel as kernel
+from tilery.ops.matmul.cuda_hopper_kernel import Config
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    with device.pretend("sm_90"):
+        yield
+
+
+def specs(m=64, n=256, k=1024, dtype="bf16", **more):
+    return specs_for(matmul, case(m=m, n=n, k=k, dtype=dtype, **more), "cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"dtype": "fp32"}, "wgmma takes fp16 and bf16, and would round fp32 to tf32"),
+        ({"layout_b": "contiguous"}, "b must have K contiguous"),
+        ({"layout": "transposed"}, "a must have K contiguous"),
+        ({"k": 1020}, "rows of a must start at multiples of 16 bytes"),
+        ({"layout": "misaligned"}, "a must start at a multiple of 16 bytes"),
+        ({"layout": "padded"}, None),
+        ({"m": 1, "n": 9, "k": 72}, None),
+    ],
+)
+def test_takes_what_tma_can_fetch(more, said):
+    why = kernel.refusal(*specs(**more))
+    assert why is None if said is None else said in why
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (Config("wide", 128, 160, 4), "block_n of the wide form must be one of 32, 48, 64, 96, 128, 192, 256, got 160"),
+        (Config("wide", 128, 128, 4, depth=2), "depth of the wide form must be one of 1, got 2"),
+        (Config("wide", 128, 128, 4, share=4), "share of the wide form must be one of 1, 2, got 4"),
+        (Config("few", 16, 128, 4, share=2), "share of the few form must be one of 1, got 2"),
+        (Config("few", 128, 256, 4), "sums of 128 × 256 do not fit the registers of a block"),
+        (Config("wide", 128, 256, 5), "ring of 5 stages takes 246864 bytes of shared memory, 231424 are there"),
+    ],
+)
+def test_says_why_it_refuses_a_config(config, said):
+    assert said in kernel.refusal(*specs(), config=config)
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 65, 128, 512, 4096])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (9, 72)])
+def test_the_default_and_all_configs_are_taken(m, n, k):
+    problem = specs(m, n, k)
+    found = kernel.configs(*problem)
+    assert kernel.default(*problem) in found and len(found) == len(set(found)) <= 48
+    assert all(kernel.refusal(*problem, config=c) is None for c in found)
+    assert all(kernel.estimate(*problem, config=c).blocks > 0 for c in found)
+
+
+def test_few_rows_are_spread_over_the_processors_and_many_get_wide_tiles():
+    def chosen(m, n, k=4096):
+        c = kernel.default(*specs(m, n, k))
+        return c.form, c.block_m, c.block_n, c.splits, c.share
+
+    assert chosen(1, 4096) == ("few", 8, 64, 2, 1)
+    assert chosen(24, 28672) == ("few", 32, 128, 1, 1)
+    assert chosen(128, 4096) == ("wide", 128, 32, 1, 1)
+    assert chosen(4096, 4096) == ("wide", 128, 256, 1, 2)
+
+
+FORMS = [
+    (Config("wide", 128, 32, 8), "bf16"),
+    (Config("wide", 128, 192, 4, staged=True), "fp16"),
+    (Config("wide", 128, 256, 3, staged=True, share=2), "bf16"),
+    (Config("wide", 128, 256, 4), "bf16"),
+    (Config("few", 8, 128, 4, 1, depth=2), "bf16"),
+    (Config("few", 64, 64, 4, 8, depth=2), "fp16"),
+    (Config("few", 128, 128, 4, 2), "bf16"),
+]
+
+
+@pytest.mark.parametrize(("config", "dtype"), FORMS, ids=lambda v: str(v))
+def test_every_form_builds_and_keeps_products_under_way(config, dtype):
+    made = kernel.compile(specs(dtype=dtype), config, "sm_90")
+    sass = cubin.sass(made.cubin)
+    columns = config.block_n if config.form == "wide" else config.block_m
+    assert made.spills == 0 and f"HGMMA.64x{columns}x16.F32" in sass and "UTMALDG.2D" in sass
+    assert "DEPBAR.LE gsb0, 0x1" in sass  # one block of K is multiplied while the next is waited for
+    assert ("MULTICAST" in sass) == (config.share > 1) and ("UTMASTG.2D" in sass) == config.staged
+
+
+@pytest.mark.parametrize(
+    ("m", "config", "blocks", "boxes"),
+    [
+        (40, Config("few", 16, 128, 4, 2), 3 * 3 * 2, [16, 128]),
+        (300, Config("wide", 128, 256, 4), 3 * 2, [128, 256]),
+        (300, Config("wide", 128, 256, 3, staged=True, share=2), 4 * 2, [128, 128, 64]),
+        (30_000, Config("wide", 128, 256, 4, share=2), 132, [128, 128]),
+    ],
+)
+def test_launches_as_planned(m, config, blocks, boxes, monkeypatch):
+    launched, asked = [], []
+    monkeypatch.setattr(cuda_glue.Kernel, "launch", lambda self, *given: launched.append((self, given)))
+    monkeypatch.setattr(cuda_glue.Kernel, "resident", lambda self: 132)
+    monkeypatch.setattr(tensor_maps, "of", lambda x, rows: asked.append((list(x.shape), rows)) or (x.data_ptr(), rows))
+    n, k = 264, 256
+    a, b = matmul.complete((), matmul.inputs(m=m, n=n, k=k, device="cpu"))
+    c = torch.empty(m, n, dtype=torch.bfloat16)
+    kernel.run((c,), (a, b), config)
+    ((made, (grid, *maps, pointer, rows, columns, depth)),) = launched
+    assert (grid, pointer, rows, columns, depth) == (blocks, c.data_ptr(), m, n, k)
+    assert (made.threads, made.shared, made.cluster) == (config.threads, config.shared, config.splits * config.share)
+    assert asked == [(shape, box) for shape, box in zip(([m, k], [n, k], [m, n]), boxes)]
+    assert len(maps) == (3 if config.form == "wide" else 2)
+
+
+def test_a_sum_of_nothing_is_zero_and_needs_no_map():
+    c = torch.full((3, 4), float("nan"), dtype=torch.bfloat16)
+    a, b = torch.empty(3, 0, dtype=torch.bfloat16), torch.empty(4, 0, dtype=torch.bfloat16).t()
+    kernel.run((c,), (a, b), Config("few", 8, 64, 4))
+    assert not c.any()
