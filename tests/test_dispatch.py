@@ -68,8 +68,9 @@ def reference(x, w, eps=1e-6):
         (lambda: matmul(A[0], B), r"a must be a matrix, got shape \[8\]"),
         (lambda: matmul(A, B.t()), r"must agree in K, got \[4, 8\] and \[6, 8\]"),
         (lambda: matmul(torch.ones(8, 16)[::2, ::2], B), "a must have stride 1 along one dimension"),
-        (lambda: linear(X, B), "x .* and w .* must agree in K"),
-        (lambda: linear(X, W), r"w must be a tensor \[N, K\], got fp32\[8\]"),
+        (lambda: linear(X, B.t().half()), "weight must be fp32 as x is, got fp16"),
+        (lambda: linear(X, B), r"weight must be \[N, 8\], to agree in K with x .*, got \[8, 6\]"),
+        (lambda: linear(X, W), r"weight must be \[N, 8\], .*, got \[8\]"),
         (lambda: linear(X, torch.ones(3, 8), W), r"bias must be fp32\[3\], got fp32\[8\]"),
     ],
 )
@@ -203,15 +204,6 @@ def test_an_architecture_that_is_not_claimed_is_refused(monkeypatch):
 )  # fmt: skip
 def test_which_code_serves_which_card(built, present, runs):
     assert backends.serves(built, present) is runs
-
-
-def test_linear_is_matmul_with_a_bias():
-    x, w, bias = torch.randn(2, 3, 8), torch.randn(5, 8), torch.randn(5)
-    assert torch.allclose(linear(x, w, bias), torch.nn.functional.linear(x, w, bias), atol=1e-5)
-    assert linear(x, w).shape == (2, 3, 5)
-    assert linear(torch.randn(0, 8), w).shape == (0, 5)
-    assert torch.equal(linear(torch.randn(4, 0), torch.randn(3, 0)), torch.zeros(4, 3))
-    assert torch.equal(linear(x[0, 0], w, backend="numba"), linear(x, w)[0, 0])
 
 
 def test_buckets_group_what_one_config_may_serve():

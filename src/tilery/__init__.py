@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Imported on first use, so that `tilery --help` does not wait for torch. An op is its folder.
 _MODULES = ("errors", "tuning")
-_PUBLIC = {"explain_dispatch": "tilery.dispatch", "linear": "tilery.ops", "tune": "tilery.tuning"} | {
+_PUBLIC = {"explain_dispatch": "tilery.dispatch", "tune": "tilery.tuning", "grouped_matmul_list": "tilery.ops"} | {
     folder.parent.name: "tilery.ops" for folder in sorted((Path(__file__).parent / "ops").glob("*/__init__.py"))
 }
 __all__ = ["__version__", *_MODULES, *_PUBLIC]

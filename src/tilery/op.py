@@ -44,7 +44,8 @@ class Op:
     bucket: Callable[..., Bucket]  # specs
     inputs: Callable[..., dict[str, Any]]  # case.params, device and seed -> arguments
     cases: dict[str, list[Case]]  # "test", "bench" for a GPU and "bench_cpu"
-    allowed: dict[torch.dtype, float]  # greatest rms(out - ref) / rms(ref), by output dtype
+    # Greatest rms(out - ref) / rms(ref), by output dtype; or specs -> that, where a scalar allows more.
+    allowed: dict[torch.dtype, float] | Callable[..., dict[torch.dtype, float]]
     kernels: tuple[str, ...]  # "language" or "language.variant", in order of preference
     baselines: dict[str, Callable[..., Any]]  # "baseline:..." -> what a user would run otherwise
     model_sizes: Callable[..., list[dict[str, int]]] = lambda model: []  # a model -> case params but m and dtype
@@ -206,6 +207,9 @@ class Op:
             self.check(*specs)
         except BadInput as error:
             raise BadInput(f"{self.name}: {error}") from None
+
+    def tolerance(self, specs: tuple[Any, ...]) -> dict[torch.dtype, float]:
+        return self.allowed(*specs) if callable(self.allowed) else self.allowed
 
     def kernel(self, name: str) -> ModuleType:
         """The kernel's module, imported on first use."""

@@ -20,6 +20,7 @@ class Peer(NamedTuple):
 PEERS = {
     "torch": Peer(gpu=False),
     "compile": Peer(gpu=False),  # torch.compile
+    "loop": Peer(gpu=False),  # a torch call for each part, sizes known to the host
     "cublaslt": Peer(),  # as torch's scaled_mm calls it
     "cudnn": Peer(),  # as torch's attention calls it
     "fa2": Peer("flash_attn", "flash-attn"),

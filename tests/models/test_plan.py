@@ -39,8 +39,8 @@ def weights(step):
     if step.name == "embedding":
         return p["n"] * p["v"]
     op = step.op.removeprefix("fp8_").removesuffix("_fp8")
-    if op in ("matmul", "batched_matmul", "grouped_matmul"):
-        return p["n"] * p["k"] * (p.get("batch", 1) if op == "batched_matmul" else p.get("experts", 1))
+    if op in ("matmul", "bmm", "grouped_matmul"):
+        return p["n"] * p["k"] * p.get("batch", 1) * p.get("experts", 1)
     return {"rms_norm": 1, "add_rms_norm": 1, "grouped_topk": 1, "qk_norm_rope_": 2}.get(op, 0) * p.get("n", 0)
 
 
@@ -158,8 +158,10 @@ def test_deepseek_v3_has_dense_layers_shared_experts_and_a_latent_cache():
     found = by_name(steps(models.load("deepseek-v3", weights="bf16"), Pass(DECODE, 1, 100)))
     assert (found["gate_up"].count, found["gate_up"].case.params["n"]) == (3, 2 * 18432)
     assert (found["shared_gate_up"].count, found["shared_gate_up"].case.params["n"]) == (58, 2 * 2048)
-    assert found["expert_down"].cost.reads == 2 * (8 * 2048 + 8 * 2048 * 7168)  # rows, and eight experts' matrices
-    assert found["expert_gate_up"].cost.reads == 2 * (7168 + 8 * 7168 * 4096)  # one row, that eight experts read
+    # Rows, eight experts' matrices, and where each of all experts' rows end.
+    assert found["expert_down"].cost.reads == 2 * (8 * 2048 + 8 * 2048 * 7168) + 4 * 256
+    assert found["expert_gate_up"].cost.reads == 2 * (8 * 7168 + 8 * 7168 * 4096) + 4 * 256
+    assert found["expert_gather"].cost.writes == 2 * 8 * 7168
     assert found["expert_silu_mul"].case.params["m"] == 8 and found["expert_sum"].case.params["shared"] is True
     assert found["attention"].cost.reads == 2 * (128 * 576 + 100 * 576)
     assert found["attention"].cost.flops == 2 * 100 * 128 * (576 + 512)

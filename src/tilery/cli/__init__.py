@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from tilery.cli import bench, cache, check, compare, configs, doctor, ops, plan, plot, report, runs, show, tune
+from tilery.cli import bench, cache, check, compare, configs, doctor, ladder, ops, plan, plot, report, runs, show, tune
 
 app = typer.Typer(
     help="GPU kernels for language models: check, bench and show them, in every tile language.",
@@ -18,6 +18,7 @@ app.command("plan")(plan.plan)
 app.command("check")(check.check)
 app.command("bench")(bench.bench)
 app.command("tune")(tune.tune)
+app.command("ladder")(ladder.ladder)
 app.command("compare")(compare.compare)
 app.add_typer(runs.runs, name="runs")
 app.command("report")(report.report)

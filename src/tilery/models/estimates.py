@@ -51,24 +51,16 @@ def mla_decode(m: int, context: int, heads: int, latent: int, rope: int) -> Cost
     return _cost(2 * m * context * heads * (2 * latent + rope), reads, m * heads * latent)
 
 
-def batched_matmul(batch: int, m: int, n: int, k: int) -> Cost:
-    return _cost(2 * batch * m * n * k, batch * (m * k + k * n), batch * m * n)
-
-
 def experts_hit(tokens: int, experts: int, topk: int) -> int:
     """How many of the experts get a token, where each token takes topk of them and all are as likely."""
     return round(experts * (1 - (1 - topk / experts) ** tokens))
 
 
-def grouped_matmul(m: int, n: int, k: int, experts: int, topk: int, gathered: bool) -> Cost:
-    """m rows, topk of every token, each times its expert's matrix; gathered: rows of a token are one row in memory."""
-    tokens = m // topk
-    weights = experts_hit(tokens, experts, topk) * n * k
-    return _cost(2 * m * n * k, (tokens if gathered else m) * k + weights, m * n)
-
-
 def fp8_grouped_matmul(m: int, n: int, k: int, experts: int, topk: int, gathered: bool) -> Cost:
-    """The same with values of a byte, a scale for 128 of a row and for 128 × 128 of a matrix."""
+    """m rows, topk of every token, each times its expert's matrix; gathered: rows of a token are one row in memory.
+
+    Values of a byte, a scale for 128 of a row and for 128 × 128 of a matrix.
+    """
     tokens = m // topk
     rows, blocks = tokens if gathered else m, -(-n // 128) * -(-k // 128)
     weights = experts_hit(tokens, experts, topk) * (n * k + 4 * blocks)
@@ -118,8 +110,8 @@ def all_gather(m: int, n: int, ranks: int) -> Cost:
 ESTIMATES: dict[str, Callable[..., Cost]] = {
     estimate.__name__: estimate
     for estimate in (
-        attention, attention_decode, mla, mla_decode, batched_matmul, grouped_matmul, fp8_grouped_matmul, grouped_topk,
-        expert_sort, expert_sum, cache_write_, mla_cache_write_, add_bias_, all_reduce, all_gather,
+        attention, attention_decode, mla, mla_decode, fp8_grouped_matmul, grouped_topk, expert_sort,
+        expert_sum, cache_write_, mla_cache_write_, add_bias_, all_reduce, all_gather,
     )
 }  # fmt: skip
 

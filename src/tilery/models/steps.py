@@ -193,9 +193,9 @@ def _mla(model: Model, forward: Pass) -> Iterator[_Call]:
         yield _Call("attention", "mla", layers, {"batch": forward.batch, "m": forward.length, "heads": heads, **sizes})
     else:
         sizes = {"heads": heads, "latent": latent, "rope": rope}
-        yield _Call("q_absorb", "batched_matmul", layers, {"batch": heads, "m": m, "n": latent, "k": nope})
+        yield _Call("q_absorb", "bmm", layers, {"batch": heads, "m": m, "n": latent, "k": nope})
         yield _Call("attention", "mla_decode", layers, {"m": m, "context": forward.length, **sizes})
-        yield _Call("v_expand", "batched_matmul", layers, {"batch": heads, "m": m, "n": value, "k": latent})
+        yield _Call("v_expand", "bmm", layers, {"batch": heads, "m": m, "n": value, "k": latent})
     yield from _quantised(model, "o_quantize", m, linears["o"].k, layers)
     yield _product(model, linears["o"], m, layers)
 
@@ -236,24 +236,28 @@ def _experts(model: Model, m: int, count: int) -> Iterator[_Call]:
         yield _Call(
             "route", "topk_softmax", count, {"m": m, "n": experts, "k": topk, "renormalize": model.norm_topk_prob}
         )
-    rows, groups = m * topk, {"experts": experts, "topk": topk}
+    rows = m * topk
     gate_up, down = model.mlp(size)
     yield _Call("expert_sort", "expert_sort", count, {"m": rows, "experts": experts})
-    yield _grouped(model, gate_up, rows, count, {**groups, "gathered": True})
+    if model.weights == BF16:  # in fp8 the product finds the rows of its tokens by itself
+        yield _Call("expert_gather", "embedding", count, {"m": rows, "n": model.hidden_size, "v": m})
+    yield _grouped(model, gate_up, rows, count, gathered=True)
     yield _feeds(model, "expert_silu_mul", "silu_mul", count, {"m": rows, "n": size, "packed": True})
-    yield _grouped(model, down, rows, count, {**groups, "gathered": False})
+    yield _grouped(model, down, rows, count, gathered=False)
     if model.shared_size:
         yield from _mlp(model, "shared_", model.shared_size, m, count)
     summed = {"m": m, "n": model.hidden_size, "topk": topk, "shared": bool(model.shared_size)}
     yield _Call("expert_sum", "expert_sum", count, summed)
 
 
-def _grouped(model: Model, linear: Linear, rows: int, count: int, groups: dict[str, Any]) -> _Call:
-    name, sizes = f"expert_{linear.name}", {"m": rows, "n": linear.n, "k": linear.k, **groups}
+def _grouped(model: Model, linear: Linear, rows: int, count: int, gathered: bool) -> _Call:
+    name = f"expert_{linear.name}"
+    sizes = {"m": rows, "n": linear.n, "k": linear.k, "experts": model.n_routed_experts}
     if model.weights == BF16:
         return _Call(name, "grouped_matmul", count, sizes)
     _require_groups(model, linear)
-    return _Call(name, "fp8_grouped_matmul", count, {**sizes, "dtype": "e4m3"})
+    tokens = {"topk": model.num_experts_per_tok, "gathered": gathered, "dtype": "e4m3"}
+    return _Call(name, "fp8_grouped_matmul", count, {**sizes, **tokens})
 
 
 def _reduced(model: Model, forward: Pass, name: str) -> Iterator[_Call]:

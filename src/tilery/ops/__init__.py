@@ -9,6 +9,7 @@ from tilery.ops.add_rms_norm import add_rms_norm
 from tilery.ops.add_rms_norm_backward import add_rms_norm_backward
 from tilery.ops.add_rms_norm_fp8 import add_rms_norm_fp8
 from tilery.ops.argmax import argmax
+from tilery.ops.bmm import bmm
 from tilery.ops.cast import cast
 from tilery.ops.cross_entropy import cross_entropy
 from tilery.ops.cross_entropy_backward import cross_entropy_backward
@@ -22,11 +23,15 @@ from tilery.ops.fused_linear_cross_entropy_backward import fused_linear_cross_en
 from tilery.ops.gelu_mul import gelu_mul
 from tilery.ops.gelu_mul_backward import gelu_mul_backward
 from tilery.ops.gelu_mul_packed_backward import gelu_mul_packed_backward
+from tilery.ops.grouped_matmul import grouped_matmul, grouped_matmul_list
 from tilery.ops.layer_norm import layer_norm
 from tilery.ops.layer_norm_backward import layer_norm_backward
+from tilery.ops.linear import linear
+from tilery.ops.linear_silu_mul import linear_silu_mul
 from tilery.ops.log_softmax import log_softmax
 from tilery.ops.log_softmax_backward import log_softmax_backward
-from tilery.ops.matmul import linear, matmul
+from tilery.ops.matmul import matmul
+from tilery.ops.matmul_add import matmul_add
 from tilery.ops.qk_norm_rope_ import qk_norm_rope_
 from tilery.ops.quantize_fp8 import quantize_fp8
 from tilery.ops.relu_squared import relu_squared
@@ -45,6 +50,7 @@ from tilery.ops.silu_mul_fp8 import silu_mul_fp8
 from tilery.ops.silu_mul_packed_backward import silu_mul_packed_backward
 from tilery.ops.softmax import softmax
 from tilery.ops.softmax_backward import softmax_backward
+from tilery.ops.splitk_reduce import splitk_reduce
 from tilery.ops.topk_softmax import topk_softmax
 from tilery.ops.transpose import transpose
 
@@ -64,7 +70,13 @@ __all__ = [
     "gelu_mul_backward",
     "gelu_mul",
     "linear",
+    "linear_silu_mul",
     "matmul",
+    "matmul_add",
+    "bmm",
+    "grouped_matmul",
+    "grouped_matmul_list",
+    "splitk_reduce",
     "fp8_matmul",
     "fp8_matmul_rowwise",
     "rms_norm",

@@ -66,8 +66,9 @@ def far(*strides: int) -> bool:
 def product(
     a_ptr, b_ptr, m, n, M, N, K, a_row, a_column, b_row, b_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FAR: tl.constexpr,
+    EVEN_K: tl.constexpr = False,
 ):  # fmt: skip
-    """Rows of a [M, K] from m on times columns of b [K, N] from n on, in fp32."""
+    """Rows of a [M, K] from m on times columns of b [K, N] from n on, in fp32. EVEN_K: BLOCK_K divides K."""
     rows, columns, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     a_mask, b_mask = rows[:, None] < M - m, columns[None, :] < N - n
     wide = tl.full((), 1, tl.int64)  # row * stride overflows int32 past 2**31 elements
@@ -79,8 +80,10 @@ def product(
     b_tile = k[:, None] * b_row + columns[None, :] * b_column
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
-        a = tl.load(a_ptr + a_tile, mask=a_mask & (k[None, :] < K - start), other=0.0)
-        b = tl.load(b_ptr + b_tile, mask=b_mask & (k[:, None] < K - start), other=0.0)
+        a_there = a_mask if EVEN_K else a_mask & (k[None, :] < K - start)
+        b_there = b_mask if EVEN_K else b_mask & (k[:, None] < K - start)
+        a = tl.load(a_ptr + a_tile, mask=a_there, other=0.0)
+        b = tl.load(b_ptr + b_tile, mask=b_there, other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")  # fp32 stays fp32: tf32 would lose 13 bits
         a_ptr += wide * BLOCK_K * a_column
         b_ptr += wide * BLOCK_K * b_row

@@ -94,10 +94,10 @@ def measure(unit: Unit, progress: timing.Progress = lambda arm, what: None) -> I
     for name, found in times.items():
         row = good.get(name) or Row(op.name, name, str(unit.case), "pass", device=device.name(where))
         row.inputs, row.dtype, row.flops, row.bytes = said(unit.cold, sets, cost, where), dtype, cost.flops, cost.bytes
-        _measured(row, found, cost, roof)
+        note(row, found, cost, roof)
         why = impossible(found.median, roof, cost, dtype, row.inputs, where)
         if row.status == "pass" and why is not None:
-            _reject(row, why)
+            reject(row, why)
         yield row
 
 
@@ -161,7 +161,7 @@ def _copies(nbytes: int, sets: int, where: torch.device) -> timing.Arm:
     return lambda i: torch.mul(sources[i], 1.5, out=targets[i])
 
 
-def _measured(row: Row, found: timing.Timing, cost: Cost, roof: ceilings.Ceilings) -> None:
+def note(row: Row, found: timing.Timing, cost: Cost, roof: ceilings.Ceilings) -> None:
     row.samples, row.against, row.timed_by = found.samples, found.against, found.how
     if found.conditions is not None:
         row.clock, row.power, row.temperature = found.conditions
@@ -185,7 +185,7 @@ def impossible(
     )
 
 
-def _reject(row: Row, why: str) -> None:
+def reject(row: Row, why: str) -> None:
     """A time that cannot be true gives no speed and no ratio; its samples stay, to be looked at."""
     row.status, row.reason = "fail", why
     row.ms = row.ms_low = row.ms_high = row.gbps = row.tflops = row.roof = None

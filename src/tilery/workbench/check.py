@@ -83,7 +83,7 @@ def check_call(
         plan.launch(outs, args, workspace)
         return outs
 
-    return _judged(op, where, args, launch, op.allowed, right)
+    return _judged(op, where, args, launch, op.tolerance(specs), right)
 
 
 def reference(op: Op, args: Sequence[Any]) -> Right:
@@ -107,7 +107,8 @@ def check_baseline(op: Op, name: str, case: Case, target: Any, seed: int | None 
         return () if op.mutates or made is None else dispatch.packed(made)
 
     narrow = any(isinstance(a, Tensor) and a.is_floating_point() and a.itemsize < 4 for a in args)
-    allowed = {dtype: max(most, _PEER_ALLOWED) if narrow else most for dtype, most in op.allowed.items()}
+    ours = op.tolerance(op.specs(args))
+    allowed = {dtype: max(most, _PEER_ALLOWED) if narrow else most for dtype, most in ours.items()}
     return _judged(op, where, args, call, allowed)
 
 

@@ -22,12 +22,12 @@ def measured(units: list[bench.Unit], progress: timing.Progress = lambda arm, wh
     child = Child("tilery.workbench.isolate", _SILENCE_S)
     try:
         for unit in units:
-            yield _one(child, unit, progress)
+            yield rows_of(child, unit, progress)
     finally:
         child.close()
 
 
-def _one(child: Child, unit: bench.Unit, progress: timing.Progress) -> Iterator[Row]:
+def rows_of(child: Child, unit: bench.Unit, progress: timing.Progress) -> Iterator[Row]:
     given: set[str] = set()
     while True:
         at = ""

@@ -13,20 +13,20 @@ from tilery.workbench.summary import BASE, Collected, Found, Style
 KINDS = ("ratio", "roofline", "time", "heat", "landscape")
 FORMATS = ("png", "svg")
 _MARKERS = "os^DvPhX"  # as the page draws them
-_INK, _MUTED, _LINE = "#16191d", "#5c646f", "#e4e6e9"
+INK, MUTED, _LINE = "#16191d", "#5c646f", "#e4e6e9"
 _LOSS, _WIN = "#f2b277", "#7fb0f6"
-_STYLE = {
-    "font.size": 9, "axes.edgecolor": _LINE, "axes.labelcolor": _MUTED, "axes.titlecolor": _INK, "axes.titlesize": 10,
+STYLE = {
+    "font.size": 9, "axes.edgecolor": _LINE, "axes.labelcolor": MUTED, "axes.titlecolor": INK, "axes.titlesize": 10,
     "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "axes.axisbelow": True, "grid.color": _LINE, "grid.linewidth": 0.8, "xtick.color": _MUTED,
-    "ytick.color": _MUTED, "xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0, "ytick.minor.size": 0,
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": _LINE, "grid.linewidth": 0.8, "xtick.color": MUTED,
+    "ytick.color": MUTED, "xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0, "ytick.minor.size": 0,
     "legend.frameon": False, "svg.hashsalt": "tilery", "svg.fonttype": "none",
 }  # fmt: skip
 
 
 def picture(collected: Collected, kind: str, form: str, op: str | None = None) -> bytes:
     """One picture, a panel per device (for time, per problem)."""
-    matplotlib = _matplotlib()
+    matplotlib = library()
     tried = kind == "landscape"
     found = collected.tunes if tried else [one for one in collected.found if one.timed and not one.is_control]
     ops = list(dict.fromkeys(one.row.op for one in found))
@@ -38,7 +38,7 @@ def picture(collected: Collected, kind: str, form: str, op: str | None = None) -
     draw: Callable[..., Any] = {
         "ratio": _ratio, "roofline": _roofline, "time": _time, "heat": _heat, "landscape": _landscape,
     }[kind]  # fmt: skip
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = draw(collected, found)
         if figure is None:
             names = ", ".join(run.id for run in collected.runs)
@@ -50,7 +50,7 @@ def picture(collected: Collected, kind: str, form: str, op: str | None = None) -
     return data.getvalue()
 
 
-def _matplotlib() -> Any:
+def library() -> Any:
     try:
         import matplotlib
         import matplotlib.figure
@@ -61,8 +61,8 @@ def _matplotlib() -> Any:
     return matplotlib
 
 
-def _figure(width: float, height: float, heights: list[float] | None = None, columns: int = 1) -> tuple[Any, list[Any]]:
-    figure = _matplotlib().figure.Figure(figsize=(width, height), layout="constrained")
+def drawing(width: float, height: float, heights: list[float] | None = None, columns: int = 1) -> tuple[Any, list[Any]]:
+    figure = library().figure.Figure(figsize=(width, height), layout="constrained")
     rows = len(heights or [1])
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     axes = figure.subplots(rows, columns, squeeze=False, height_ratios=heights)
@@ -94,7 +94,7 @@ def _legend(figure: Any, found: list[Found]) -> None:
     )
 
 
-def _log_ticks(axis: Any, words: Callable[[float], str]) -> None:
+def log_ticks(axis: Any, words: Callable[[float], str]) -> None:
     """Plain numbers at decades, and at 2 and 5 where decades are few."""
     from matplotlib.ticker import LogLocator, NullLocator
 
@@ -104,7 +104,7 @@ def _log_ticks(axis: Any, words: Callable[[float], str]) -> None:
     axis.set_major_formatter(lambda value, _: words(value))
 
 
-def _plain(value: float) -> str:
+def plain(value: float) -> str:
     return f"{value / 1e3:g}k" if value >= 1e3 else f"{value:g}"
 
 
@@ -124,7 +124,7 @@ def _ratio(collected: Collected, found: list[Found]) -> Any:
     if not groups:
         return None
     heights = [len({one.cell for one in group}) + 2.0 for group in groups.values()]
-    figure, axes = _figure(9, 0.34 * sum(heights) + 0.8, heights)
+    figure, axes = drawing(9, 0.34 * sum(heights) + 0.8, heights)
     for axis, (name, group) in zip(axes, groups.items()):
         cells = {one.cell: _case_words(one) for one in group}
         places = {cell: i for i, cell in enumerate(cells)}
@@ -135,10 +135,10 @@ def _ratio(collected: Collected, found: list[Found]) -> Any:
             whiskers = [[max(r - low, 0) for r, low, _ in ratios], [max(high - r, 0) for r, _, high in ratios]]
             heights_of = [places[one.cell] for one in own]
             axis.errorbar(middle, heights_of, xerr=whiskers, linestyle="", elinewidth=1, capsize=2, **_marked(style))
-        axis.axvline(1, color=_INK, linewidth=1)
+        axis.axvline(1, color=INK, linewidth=1)
         axis.set(xscale="log", title=name, xlabel="times faster than torch", ylim=(len(cells) - 0.4, -0.6))
-        axis.set_yticks(range(len(cells)), list(cells.values()), color=_INK)
-        _log_ticks(axis.xaxis, lambda value: f"{value:g}×")
+        axis.set_yticks(range(len(cells)), list(cells.values()), color=INK)
+        log_ticks(axis.xaxis, lambda value: f"{value:g}×")
     _legend(figure, found)
     return figure
 
@@ -148,7 +148,7 @@ def _roofline(collected: Collected, found: list[Found]) -> Any:
     groups = _by_device(collected, found)
     if not groups:
         return None
-    figure, axes = _figure(8, 4.8 * len(groups) + 0.5, [1.0] * len(groups))
+    figure, axes = drawing(8, 4.8 * len(groups) + 0.5, [1.0] * len(groups))
     for axis, (name, group) in zip(axes, groups.items()):
         ceilings = collected.ceilings(name)
         for style in summary.styles(group):
@@ -159,8 +159,8 @@ def _roofline(collected: Collected, found: list[Found]) -> Any:
         axis.set_title(name if ceilings else f"{name}: no measured ceilings were kept, no roof")
         if ceilings:
             _roofs(axis, ceilings)
-        _log_ticks(axis.xaxis, _plain)
-        _log_ticks(axis.yaxis, _plain)
+        log_ticks(axis.xaxis, plain)
+        log_ticks(axis.yaxis, plain)
     _legend(figure, found)
     return figure
 
@@ -178,16 +178,16 @@ def _roofs(axis: Any, ceilings: dict[str, Any]) -> None:
     for name, line in (("read", "-"), ("copy", "--")):
         speed = ceilings[name] / 1e12
         label = f"{name} {speed:.2f} TB/s" if speed >= 1 else f"{name} {1e3 * speed:.0f} GB/s"
-        axis.plot([left, top / speed], [left * speed, top], line, color=_MUTED, linewidth=1.2, label=label)
+        axis.plot([left, top / speed], [left * speed, top], line, color=MUTED, linewidth=1.2, label=label)
     for name, rate in rates.items():
-        axis.plot([rate / slope, right], [rate, rate], color=_INK, linewidth=1.2)
+        axis.plot([rate / slope, right], [rate, rate], color=INK, linewidth=1.2)
         axis.annotate(
-            f"{name} {_plain(float(f'{rate:.3g}'))}",
+            f"{name} {plain(float(f'{rate:.3g}'))}",
             (right, rate),
             (-2, 3),
             textcoords="offset points",
             ha="right",
-            color=_MUTED,
+            color=MUTED,
         )
     axis.set_xlim(left, right)
     axis.legend(loc="lower right")
@@ -199,7 +199,7 @@ def _time(collected: Collected, found: list[Found]) -> Any:
         return None
     columns = min(3, len(charts))
     rows = math.ceil(len(charts) / columns)
-    figure, axes = _figure(3.9 * columns, 3.2 * rows + 0.5, [1.0] * rows, columns)
+    figure, axes = drawing(3.9 * columns, 3.2 * rows + 0.5, [1.0] * rows, columns)
     several = len(collected.devices) > 1
     for axis, chart in zip(axes, charts):
         lines: dict[tuple[str, str], list[Found]] = {}
@@ -216,7 +216,7 @@ def _time(collected: Collected, found: list[Found]) -> Any:
             sizes := sorted({summary.params(one.row.case)[chart.x] for one in chart.found}), map(str, sizes)
         )
         axis.minorticks_off()
-        _log_ticks(axis.yaxis, _duration)
+        log_ticks(axis.yaxis, _duration)
         fixed = chart.fixed.replace("dtype=", "").replace("=", " ").replace(",", " ·")
         axis.set_title(f"{chart.op}  {fixed}" + (f"\n{chart.device}" if several else ""))
     for axis in axes[len(charts) :]:
@@ -236,7 +236,7 @@ def _heat(collected: Collected, found: list[Found]) -> Any:
     colours = LinearSegmentedColormap.from_list("ratio", [_LOSS, "white", _WIN])
     heights = [len({op for op, _ in cells}) + 1.2 for _, cells in groups.values()]
     most = max(len({language for _, language in cells}) for _, cells in groups.values())
-    figure, axes = _figure(1.05 * most + 1.2, 0.5 * sum(heights) + 0.3, heights)
+    figure, axes = drawing(1.05 * most + 1.2, 0.5 * sum(heights) + 0.3, heights)
     for axis, (name, (group, cells)) in zip(axes, groups.items()):
         ops = list(dict.fromkeys(op for op, _ in cells))
         languages = [style.name for style in summary.styles(group) if any(style.name == one for _, one in cells)]
@@ -245,9 +245,9 @@ def _heat(collected: Collected, found: list[Found]) -> Any:
         for y, row in enumerate(grid):
             for x, value in enumerate(row):
                 words = "–" if math.isnan(value) else f"{value:.3f}×" if value < 0.1 else f"{value:.2f}×"
-                axis.text(x, y, words, ha="center", va="center", color=_INK)
+                axis.text(x, y, words, ha="center", va="center", color=INK)
         axis.set_xticks(range(len(languages)), languages)
-        axis.set_yticks(range(len(ops)), ops, color=_INK)
+        axis.set_yticks(range(len(ops)), ops, color=INK)
         axis.set_title(f"{name}: times torch, geometric mean over cases")
         axis.set_xlim(-0.5, most - 0.5)
         axis.grid(visible=False)
@@ -265,7 +265,7 @@ def _landscape(collected: Collected, found: list[Found]) -> Any:
         return None
     columns = min(3, len(problems))
     rows = math.ceil(len(problems) / columns)
-    figure, axes = _figure(4.2 * columns, 3.2 * rows + 0.5, [1.0] * rows, columns)
+    figure, axes = drawing(4.2 * columns, 3.2 * rows + 0.5, [1.0] * rows, columns)
     styles = {style.name: style for style in summary.styles(found)}
     several = len({problem.device for problem in problems}) > 1
     for axis, problem in zip(axes, problems):
@@ -282,7 +282,7 @@ def _landscape(collected: Collected, found: list[Found]) -> Any:
             axis.plot(0.5 + (i + 0.5) / len(untimed) * width, edge, marker="x", markersize=5, color=colour)
         axis.set(yscale="log", xlabel="candidates, fastest first", xlim=(0.3, width + 0.7))
         axis.set_ylim(0.85 * min(times), 1.15 * edge)
-        _log_ticks(axis.yaxis, _duration)
+        log_ticks(axis.yaxis, _duration)
         axis.set_title(_case_words(problem.found[0]) + (f"\n{problem.device}" if several else ""))
     for axis in axes[len(problems) :]:
         axis.set_visible(False)

@@ -1,4 +1,3 @@
-from math import prod
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 # fp32 is true fp32: tf32 would give 3e-4. One running fp32 sum of 2**14 products gives 2.2e-6.
 ALLOWED = {torch.float32: 5e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
-# Refusals that several cases declare: tensor cores round fp32, and TMA wants rows on 16 bytes.
-TF32 = {"gluon": "tf32", "tilelang": "tf32"}
-TMA = {"gluon": "multiples of 16 bytes"}
+# Refusals that several cases declare: tensor cores round fp32, TMA wants rows on 16 bytes, one kernel wants K in rows.
+TF32 = {"gluon": "tf32", "tilelang": "tf32", "cuda.hopper": "tf32"}
+TMA = {"gluon": "multiples of 16 bytes", "cuda.hopper": "16 bytes"}
+ALONG_K = {"cuda.hopper": "K contiguous"}
 
 
 def layout(x: Any) -> str:
@@ -66,17 +66,17 @@ def inputs(
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
-    kernels=("numba", "triton", "gluon", "tilelang", "cutile", "cuda", "cupy", "numba_cuda"),
+    kernels=("numba", "triton", "gluon", "tilelang", "cutile", "cuda.hopper", "cuda", "cupy", "numba_cuda"),
     baselines=baselines(torch=torch.matmul, tilegym=lambda a, b: load("tilegym.ops").matmul(a, b)),
     model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears()],
     cases={
         "test": [
             case(m=128, n=256, k=192, dtype="fp16"),
             case(m=128, n=256, k=192, dtype="bf16"),
-            case(m=128, n=256, k=192, dtype="bf16", layout_b="contiguous"),
+            case(m=128, n=256, k=192, dtype="bf16", layout_b="contiguous", refused_by=ALONG_K),
             case(m=64, n=64, k=64, dtype="fp32", refused_by=TF32),
             case(m=65, n=33, k=97, dtype="fp32", refused_by=TF32),  # odd tails on every side
-            case(m=65, n=33, k=97, dtype="bf16", layout_b="contiguous", refused_by=TMA),
+            case(m=65, n=33, k=97, dtype="bf16", layout_b="contiguous", refused_by=TMA | ALONG_K),
             case(m=100, n=136, k=72, dtype="fp16"),  # tails that 16-byte loads can bear
             case(m=1, n=128, k=256, dtype="bf16"),  # one row
             case(m=1, n=1, k=1, dtype="fp32", refused_by=TF32),
@@ -84,12 +84,12 @@ def inputs(
             case(m=64, n=0, k=64, dtype="fp16"),
             case(m=40, n=24, k=0, dtype="fp16"),  # a sum of nothing is zero
             case(m=40, n=24, k=0, dtype="fp32", refused_by=TF32),
-            case(m=72, n=64, k=64, dtype="bf16", layout="transposed"),
-            case(m=70, n=64, k=64, dtype="fp16", layout="transposed", layout_b="contiguous", refused_by=TMA),
+            case(m=72, n=64, k=64, dtype="bf16", layout="transposed", refused_by=ALONG_K),
+            case(m=70, n=64, k=64, dtype="fp16", layout="transposed", layout_b="contiguous", refused_by=TMA | ALONG_K),
             case(m=33, n=64, k=64, dtype="fp16", layout="padded"),
             case(m=33, n=40, k=65, dtype="bf16", layout="misaligned", refused_by=TMA),
             case(m=3, n=32, k=64, dtype="fp16", layout="far"),  # more than 2**31 elements from first to last
-            case(m=32, n=64, k=130, dtype="fp16", layout_b="far", refused_by=TMA),
+            case(m=32, n=64, k=130, dtype="fp16", layout_b="far", refused_by=TMA | ALONG_K),
             case(m=32, n=64, k=64, dtype="bf16", special="nan"),
             case(m=32, n=64, k=64, dtype="fp32", special="inf", refused_by=TF32),
             case(m=32, n=64, k=64, dtype="fp16", special="inf"),
@@ -101,27 +101,3 @@ def inputs(
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product: c = a · b; a [M, K], b [K, N], c [M, N]; each of a and b row- or column-major (b may be w.T)."""
     return a @ b
-
-
-def linear(
-    x: Tensor, w: Tensor, bias: Tensor | None = None, *, backend: str | None = None, config: Any = None
-) -> Tensor:
-    """A linear layer: y = x · wᵀ + bias; x [..., K], w [N, K], bias [N], y [..., N]."""
-    require(isinstance(x, Tensor) and x.dim() >= 1, f"linear: x must be a tensor [..., K], got {_described(x)}")
-    require(isinstance(w, Tensor) and w.dim() == 2, f"linear: w must be a tensor [N, K], got {_described(w)}")
-    (*rows, k), n = x.shape, w.shape[0]
-    require(
-        k == w.shape[1], f"linear: x [..., K] and w [N, K] must agree in K, got {list(x.shape)} and {list(w.shape)}"
-    )
-    y = matmul(x.reshape(prod(rows), k), w.t(), backend=backend, config=config)
-    if bias is not None:
-        require(
-            isinstance(bias, Tensor) and bias.shape == (n,) and bias.dtype == x.dtype,
-            f"linear: bias must be {dtype_name(x.dtype)}[{n}], got {_described(bias)}",
-        )
-        y = y + bias
-    return y.reshape(*rows, n)
-
-
-def _described(value: Any) -> str:
-    return f"{dtype_name(value.dtype)}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

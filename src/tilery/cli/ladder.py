@@ -1,0 +1,118 @@
+"""`tilery ladder`: a matrix product in CUDA C++ from naive to the shipped kernel, built, checked and timed."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from tilery.cli import common
+from tilery.errors import BadInput
+
+if TYPE_CHECKING:
+    from tilery.spec import Case
+    from tilery.workbench.result import Row
+
+_COLUMNS = (
+    "case", "", "kernel", "TFLOP/s", "ms", "± 95 %", "% of torch", "× first", "error", "regs", "spills", "shared",
+    "needs", "status", "reason", "idea",
+)  # fmt: skip
+_RIGHT = ("", "TFLOP/s", "ms", "± 95 %", "% of torch", "× first", "error", "regs", "spills", "shared")
+
+
+def ladder(
+    rungs: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUNG]...", help="By name or number; all of them if none is named.")
+    ] = None,
+    size: Annotated[str, typer.Option("--size", help="M = N = K: 4096,8192.")] = "4096",
+    case: Annotated[str | None, typer.Option("--case", help="Instead of --size: m=512,n=4096,k=1024.")] = None,
+    screen: Annotated[bool, typer.Option("--screen", help="Six rounds of 2 ms turns: to find, not to claim.")] = False,
+    rounds: Annotated[int | None, typer.Option(min=6, help="Turns there and back of every arm.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw what was timed: .svg or .png.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
+    json: common.Json = False,
+) -> None:  # fmt: skip
+    """Build, check and time a matrix product rung by rung, from naive CUDA C++ to the shipped kernel."""
+    from tilery import timing
+    from tilery.ladder.plot import picture
+    from tilery.ladder.run import chosen, run
+    from tilery.workbench import result, summary
+    from tilery.workbench.plot import FORMATS
+    from tilery.workbench.store import Store
+
+    form = plot.suffix.removeprefix(".") if plot else ""
+    if plot and form not in FORMATS:
+        raise BadInput(f"--plot must end in .{' or .'.join(FORMATS)}, got {str(plot)!r}")
+    common.require_writable(plot)
+    common.require_writable(csv)
+    names, cases = chosen(rungs), _cases(size, case)
+    depth = timing.SCREEN if screen else timing.FULL
+    depth = replace(depth, rounds=rounds or depth.rounds)
+    with common.progress() as (say, _):
+        done = run(names, cases, Store(), depth, say)
+    rows = _in_order(done.rows)
+    if csv:
+        result.write_csv(rows, csv)
+    if json:
+        common.print_json(rows, run=done.id)
+    else:
+        common.console().print(_table(rows))
+        if any(row.status == "compiled" for row in rows):
+            print(
+                "no GPU here: the rungs were compiled, not run; on one this command checks and times them",
+                file=sys.stderr,
+            )
+        print(f"kept as run {done.id}", file=sys.stderr)
+    if plot:
+        summary.write(plot, picture(rows, form))
+    raise typer.Exit(1 if any(row.status == "fail" for row in rows) else 0)
+
+
+def _cases(size: str, text: str | None) -> "list[Case]":
+    from tilery.ladder.rungs import product
+    from tilery.spec import Case
+
+    if text is None:
+        return [Case({"m": s, "n": s, "k": s, "dtype": "bf16"}) for s in common.numbers("--size", size)]
+    params = common.parsed_case(product(), text).params
+    return [Case({**params, "dtype": params.get("dtype", "bf16")})]
+
+
+def _in_order(rows: "list[Row]") -> "list[Row]":
+    """Problem by problem, torch first, then rung by rung: rows arrive as they are found."""
+    from tilery.ladder.rungs import RUNGS
+
+    problems, places = list(dict.fromkeys(row.case for row in rows)), {name: i for i, name in enumerate(RUNGS)}
+    return sorted(rows, key=lambda row: (problems.index(row.case), places.get(row.kernel, -1), row.arch))
+
+
+def _table(rows: "list[Row]") -> Table:
+    from tilery.ladder.rungs import RUNGS
+    from tilery.workbench.result import machine
+
+    first: dict[str, float] = {}  # problem -> ms of its first rung that has a time
+    for row in rows:
+        if row.kernel in RUNGS and row.ms is not None:
+            first.setdefault(row.case, row.ms)
+    here = machine()
+    title = f"tilery ladder on {here['gpu'] or here['cpu']}, torch {here['torch']}"
+    return common.table(title, _COLUMNS, (_line(row, first.get(row.case)) for row in rows), _RIGHT)
+
+
+def _line(row: "Row", first: float | None) -> tuple[str, ...]:
+    from tilery.ladder.rungs import RUNGS
+
+    rung = RUNGS.get(row.kernel)
+    half = (row.ms_high - row.ms_low) / 2 if row.ms_high is not None and row.ms_low is not None else None
+    return (
+        row.case, str(rung.number) if rung else "", row.kernel, common.number(row.tflops, ".4g"),
+        common.number(row.ms, ".4f"), common.number(half, ".4f"), common.number(row.ratio, ".1%"),
+        f"{first / row.ms:.1f}" if rung and first and row.ms else "",
+        common.number(row.error, ".0e"), common.number(row.registers), common.number(row.spills),
+        common.number(row.shared), rung.needs if rung else "",
+        common.styled(row.status) + (f" {row.arch}" if row.arch else ""),
+        common.literal(row.reason) if row.status in ("fail", "refused", "skipped") else "",
+        rung.idea if rung and row.status == "compiled" else "",
+    )  # fmt: skip

@@ -1,0 +1,231 @@
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilery import inputs as draw
+from tilery.errors import require
+from tilery.models.model import Model
+from tilery.op import op
+from tilery.parts import batches
+from tilery.parts.products import ALLOWED
+from tilery.peers import Saved, baselines
+from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
+
+
+def check(a: TensorSpec, b: TensorSpec, offsets: TensorSpec) -> None:
+    batches.check_operand("a", a, "[T, K]")
+    batches.check_operand("b", b, "[G, K, N]")
+    batches.check_same_dtype(a, b)
+    require(
+        a.shape[1] == b.shape[1],
+        f"a [T, K] and b [G, K, N] must agree in K, got {list(a.shape)} and {list(b.shape)}",
+    )
+    count = b.shape[0]
+    require(
+        offsets.dtype == torch.int32 and len(offsets.shape) == 1 and offsets.shape[0] == count,
+        f"offsets must be int32[{count}], where each of b's groups of rows of a ends, got "
+        f"{dtype_name(offsets.dtype)}{list(offsets.shape)}",
+    )
+    require(
+        offsets.stride(0) == 1 or count <= 1,
+        f"offsets must be contiguous, got stride {offsets.stride(0)}; call .contiguous() on it",
+    )
+
+
+def outputs(a: TensorSpec, b: TensorSpec, offsets: TensorSpec) -> tuple[TensorSpec, ...]:
+    return (TensorSpec.contiguous((a.shape[0], b.shape[2]), a.dtype, a.device),)
+
+
+def groups_hit(rows: int, groups: int) -> int:
+    """How many groups get a row, where each row takes any of them: what is expected, since sizes are the device's."""
+    return round(groups * (1 - (1 - 1 / groups) ** rows)) if groups else 0
+
+
+def tiles_expected(rows: int, groups: int, height: int) -> int:
+    """Tiles of so many rows that all groups have together: the last one of a group is half full, about."""
+    hit = groups_hit(rows, groups)
+    return max(hit, rows // height + hit // 2)
+
+
+def cost(a: TensorSpec, b: TensorSpec, offsets: TensorSpec) -> Cost:
+    (rows, k), (groups, _, n), size = a.shape, b.shape, a.dtype.itemsize
+    weights = groups_hit(rows, groups) * k * n * size
+    return Cost(flops=2 * rows * n * k, reads=a.nbytes + weights + offsets.nbytes, writes=rows * n * size)
+
+
+def bucket(a: TensorSpec, b: TensorSpec, offsets: TensorSpec) -> Bucket:
+    (rows, k), (groups, _, n) = a.shape, b.shape
+    layouts = batches.layout(a) + batches.layout(b)
+    return Bucket(exact=f"n={n},k={k},experts={groups},{dtype_name(a.dtype)},{layouts}", scaled={"m": rows})
+
+
+def inputs(
+    m: int, n: int, k: int, experts: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none",
+    layout_b: str = "transposed", sizes: str = "", device: str = "cuda", seed: int = 0,
+) -> dict[str, Tensor]:  # fmt: skip
+    """b is of weights [G, N, K] unless said otherwise. `sizes`: rows of each group, as 3+0+5; else random ones."""
+    g = draw.generator(seed, device)
+    a = draw.matrix(m, k, dtype, g, layout, special)
+    b = batches.draw(experts, k, n, dtype, g, layout_b)
+    if sizes:
+        given = [int(size) for size in sizes.split("+")]
+        require(
+            len(given) == experts and sum(given) <= m, f"sizes must be {experts} of {m} rows at most, got {sizes!r}"
+        )
+        offsets = torch.tensor(list(accumulate(given)), dtype=torch.int32, device=g.device)
+    else:
+        offsets = _random_offsets(m, experts, g)
+    return {"a": a, "b": b, "offsets": offsets}
+
+
+def _random_offsets(rows: int, groups: int, g: torch.Generator) -> Tensor:
+    """As many groups have a row as `cost` says, so that the roof is true of every seed; the rest is random."""
+    counts, hit = torch.zeros(groups, dtype=torch.int64, device=g.device), min(groups_hit(rows, groups), rows)
+    if hit:
+        chosen = torch.randperm(groups, generator=g, device=g.device)[:hit]
+        more = chosen[torch.randint(hit, (rows - hit,), generator=g, device=g.device)]
+        taken = torch.cat((chosen, more))
+        counts = counts.scatter_add(0, taken, torch.ones_like(taken))
+    return counts.cumsum(0).to(torch.int32)
+
+
+_ends = Saved(lambda offsets, _: offsets.tolist())  # known to the host: that is not in the time of the loop
+
+
+def _loop(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """A torch.mm for each group that has rows."""
+    c, start = a.new_empty(a.shape[0], b.shape[2]), 0
+    for group, end in enumerate(_ends(offsets, 0.0)):
+        if end > start:
+            torch.mm(a[start:end], b[group], out=c[start:end])
+        start = end
+    c[start:] = 0
+    return c
+
+
+def _torch(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """It leaves rows past the last group as they come."""
+    return F.grouped_mm(a, b, offs=offsets)
+
+
+def model_sizes(model: Model) -> list[dict[str, int]]:
+    """A case's m is the rows of all experts: tokens times the experts that each takes."""
+    if not model.n_routed_experts:
+        return []
+    return [{"n": layer.n, "k": layer.k, "experts": model.n_routed_experts} for layer in model.mlp(model.mlp_size)]
+
+
+# Of Qwen3-30B-A3B (128 experts, 8 a token) and of one of eight ranks that share DeepSeek-V3's 256 experts:
+# rows of 16, 256 and 4096 tokens.
+_EXPERTS = [
+    *((8 * tokens, n, k, 128) for tokens in (16, 256, 4096) for n, k in ((1536, 2048), (2048, 768))),
+    *((tokens, n, k, 32) for tokens in (16, 256, 4096) for n, k in ((4096, 7168), (7168, 2048))),
+]
+
+
+@op(
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
+    kernels=("numba", "triton", "cutile"), baselines=baselines(torch=_torch, loop=_loop), model_sizes=model_sizes,
+    cases={
+        "test": [
+            case(m=70, n=33, k=97, experts=5, dtype="fp32"),  # odd tails on every side
+            case(m=300, n=136, k=72, experts=4, dtype="fp16"),
+            case(m=300, n=136, k=72, experts=4, dtype="bf16"),
+            case(m=70, n=40, k=64, experts=3, dtype="bf16", layout_b="contiguous"),
+            case(m=9, n=48, k=64, experts=12, dtype="bf16"),  # more groups than rows
+            case(m=37, n=40, k=48, experts=6, dtype="fp16", sizes="0+17+0+1+19+0"),  # empty ones, one of one row
+            case(m=37, n=40, k=48, experts=3, dtype="fp32", sizes="5+0+12"),  # rows past the last group are zero
+            case(m=37, n=40, k=48, experts=3, dtype="bf16", sizes="5+0+12"),
+            case(m=12, n=20, k=32, experts=2, dtype="fp32", sizes="0+0"),
+            case(m=12, n=20, k=32, experts=0, dtype="fp32"),
+            case(m=33, n=40, k=64, experts=1, dtype="fp16"),
+            case(m=1, n=1, k=1, experts=1, dtype="fp32"),
+            case(m=0, n=16, k=16, experts=3, dtype="fp16"),  # nothing to launch
+            case(m=16, n=0, k=16, experts=3, dtype="fp32"),
+            case(m=20, n=24, k=0, experts=3, dtype="fp32"),  # a sum of nothing is zero
+            case(m=40, n=24, k=64, experts=3, dtype="fp16", layout="transposed"),
+            case(m=33, n=48, k=64, experts=3, dtype="fp16", layout="padded", layout_b="padded"),
+            case(m=33, n=40, k=65, experts=3, dtype="bf16", layout="misaligned", layout_b="misaligned"),
+            case(m=6, n=32, k=64, experts=2, dtype="fp16", layout="far"),  # more than 2**31 elements, first to last
+            case(m=20, n=32, k=34, experts=3, dtype="fp16", layout_b="far"),
+            case(m=32, n=40, k=64, experts=3, dtype="fp32", special="nan"),
+            case(m=32, n=40, k=64, experts=3, dtype="fp16", special="inf"),
+            case(m=20, n=24, k=32, experts=2, dtype="fp32", special="nan", sizes="4+3"),  # in a row past the last
+        ],
+        "bench": [case(m=m, n=n, k=k, experts=experts, dtype="bf16") for m, n, k, experts in _EXPERTS],
+        "bench_cpu": [
+            case(m=512, n=512, k=512, experts=8, dtype="fp32"),
+            case(m=16, n=768, k=1024, experts=16, dtype="bf16"),
+        ],
+    },
+)  # fmt: skip
+def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """c[t] = a[t] · b[g] for rows t of group g, 0 past all; a [T, K], b [G, K, N], int32 offsets [G]: groups' ends."""
+    c, start = a.new_zeros(a.shape[0], b.shape[2]), 0
+    for group, end in enumerate(offsets.tolist()):
+        c[start:end] = a[start:end] @ b[group]
+        start = end
+    return c
+
+
+def grouped_matmul_list(
+    a: Sequence[Tensor], b: Sequence[Tensor], *, backend: str | None = None, config: Any = None
+) -> list[Tensor]:
+    """c[g] = a[g] · b[g] by one grouped_matmul; a[g] [M_g, K], b[g] [K, N].
+
+    Rows that lie end to end, as split gives them, and matrices at one distance, as unbind does, are taken as they lie;
+    others are copied first.
+    """
+    given = f"got a of {_described(a)} and b of {_described(b)}"
+    matrices = all(isinstance(t, Tensor) and t.dim() == 2 for t in (*a, *b))
+    require(matrices and len(a) == len(b), f"grouped_matmul_list: a and b must be as many matrices, {given}")
+    if not a:
+        return []
+    (k, n), kind, rows = b[0].shape, b[0].dtype, [t.shape[0] for t in a]
+    alike = all(t.shape == (k, n) for t in b) and all(t.shape[1] == k for t in a)
+    require(
+        alike and all(t.dtype == kind for t in (*a, *b)),
+        f"grouped_matmul_list: all a [M, K] and b [K, N] must have one K, N and dtype, {given}; call matmul for each",
+    )
+    ends = list(accumulate(rows))
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    if torch.compiler.is_compiling():  # a tracer has no memory to look at
+        joined, stacked, offsets = torch.cat(list(a)), torch.stack(list(b)), offsets.to(a[0].device)
+    else:
+        joined, stacked = _joined(a, [0, *ends]), _stacked(b)
+        if a[0].is_cuda:  # from pinned memory nobody waits for the copy
+            offsets = offsets.pin_memory().to(a[0].device, non_blocking=True)
+    return list(grouped_matmul(joined, stacked, offsets, backend=backend, config=config).split(rows))
+
+
+def _joined(a: Sequence[Tensor], starts: list[int]) -> Tensor:
+    row, column = a[0].stride()
+    if _lie(a, [start * row for start in starts]):
+        return a[0].as_strided((starts[-1], a[0].shape[1]), (row, column))
+    return torch.cat(list(a))
+
+
+def _stacked(b: Sequence[Tensor]) -> Tensor:
+    step = int(b[1].storage_offset() - b[0].storage_offset()) if len(b) > 1 else b[0].numel()
+    if step > 0 and _lie(b, [i * step for i in range(len(b))]):
+        return b[0].as_strided((len(b), *b[0].shape), (step, *b[0].stride()))
+    return torch.stack(list(b))
+
+
+def _lie(tensors: Sequence[Tensor], distances: list[int]) -> bool:
+    """Whether each lies so many elements behind the first, with its strides."""
+    first = tensors[0]
+    storage, start, strides = first.untyped_storage().data_ptr(), first.storage_offset(), first.stride()
+    return all(
+        t.untyped_storage().data_ptr() == storage and t.stride() == strides and t.storage_offset() == start + distance
+        for t, distance in zip(tensors, distances)
+    )
+
+
+def _described(tensors: Sequence[Any]) -> str:
+    kinds = [f"{dtype_name(t.dtype)}{list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__ for t in tensors]
+    return ", ".join(kinds) or "nothing"

@@ -1,0 +1,142 @@
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilery import inputs as draw
+from tilery.errors import require
+from tilery.op import op
+from tilery.parts import products, rows
+from tilery.parts.products import ACTIVATIONS, Product
+from tilery.peers import Compiled, baselines
+from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
+
+_FLOPS = {"none": 0, "relu": 1, "gelu": 25, "gelu_tanh": 9, "silu": 5}  # of an element
+
+
+def check(
+    x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None, residual: TensorSpec | None,
+    activation: str, precision: str,
+) -> None:  # fmt: skip
+    products.check_linear(x, weight, precision)
+    n, kind = weight.shape[0], dtype_name(x.dtype)
+    if bias is not None:
+        fits = bias.shape == (n,) and bias.dtype == x.dtype
+        require(fits, f"bias must be {kind}[{n}], got {dtype_name(bias.dtype)}{list(bias.shape)}")
+        require(
+            bias.stride(0) == 1 or n <= 1,
+            f"bias must be contiguous, got stride {bias.stride(0)}; call .contiguous() on it",
+        )
+    if residual is not None:
+        rows.check_rows("residual", residual, products.ALLOWED)
+        shape = (*x.shape[:-1], n)
+        fits = residual.shape == shape and residual.dtype == x.dtype
+        came = f"{dtype_name(residual.dtype)}{list(residual.shape)}"
+        require(fits, f"residual must be {kind}{list(shape)} as the output is, got {came}")
+    require(activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+
+
+def outputs(x: TensorSpec, weight: TensorSpec, *_: Any) -> tuple[TensorSpec, ...]:
+    return (TensorSpec.contiguous((*x.shape[:-1], weight.shape[0]), x.dtype, x.device),)
+
+
+def cost(
+    x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None, residual: TensorSpec | None,
+    activation: str, precision: str,
+) -> Cost:  # fmt: skip
+    m, k, _ = rows.rows(x)
+    flops = _FLOPS[activation] + sum(t is not None for t in (bias, residual))
+    return products.cost(m, weight.shape[0], k, x, weight, bias, residual, epilogue=flops)
+
+
+def bucket(x: TensorSpec, weight: TensorSpec, *rest: Any) -> Bucket:
+    """Whatever the epilogue is: it decides no tile."""
+    n, k = weight.shape
+    exact = f"n={n},k={k},{dtype_name(x.dtype)},{products.weight_layout(weight)}"
+    return Bucket(exact=exact + (",tf32" if rest[-1] == "tf32" else ""), scaled={"m": rows.rows(x).m})
+
+
+def inputs(
+    m: int, n: int, k: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
+    layout_b: str = "contiguous", bias: bool = False, residual: bool = False, activation: str = "none",
+    precision: str = "ieee", device: str = "cuda", seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """`layout` is that of x and of the residual, `layout_b` the weight's; sums are about normal."""
+    g = draw.generator(seed, device)
+    x = rows.draw(m, k, dtype, g, layout, special, batch)
+    weight = draw.matrix(n, k, dtype, g, layout_b)
+    weight *= max(k, 1) ** -0.5
+    return {
+        "x": x,
+        "weight": weight,
+        "bias": draw.vector(n, dtype, g) if bias else None,
+        "residual": rows.draw(m, n, dtype, g, layout, "none", batch) if residual else None,
+        "activation": activation,
+        "precision": precision,
+    }
+
+
+def product(outs: Any, x: Any, weight: Any, bias: Any, residual: Any, activation: str, precision: str) -> Product:
+    stride = 0 if residual is None else rows.rows(residual).stride
+    return products.of_linear(outs, x, weight, bias, residual, stride, 1, None, None, activation, precision)
+
+
+def _torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, precision: str
+) -> Tensor:
+    y = ACTIVATIONS[activation](F.linear(x, weight, bias))
+    return y if residual is None else y + residual
+
+
+@op(
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=products.allowed,
+    kernels=("numba", "triton"),
+    baselines=baselines(torch=products.peer(_torch), compile=products.peer(Compiled(_torch))),
+    model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears()],
+    cases={
+        "test": [
+            case(m=40, n=72, k=80, dtype="fp32", bias=True, residual=True, activation="gelu"),
+            case(m=40, n=72, k=80, dtype="fp16", bias=True, residual=True, activation="silu"),
+            case(m=40, n=72, k=80, dtype="bf16", bias=True, residual=True, activation="gelu_tanh"),
+            case(m=130, n=136, k=72, dtype="fp16"),  # several tiles each way
+            case(m=65, n=33, k=97, dtype="fp32", bias=True, activation="silu"),  # odd tails on every side
+            case(m=65, n=33, k=97, dtype="bf16", residual=True),
+            case(m=65, n=33, k=97, dtype="fp32", activation="gelu_tanh"),
+            case(m=33, n=65, k=40, dtype="fp16", bias=True, activation="relu"),
+            case(m=1, n=128, k=256, dtype="bf16", bias=True, activation="gelu"),  # one row
+            case(m=3, n=300, k=64, dtype="fp32", bias=True, residual=True, activation="relu"),
+            case(m=1, n=1, k=1, dtype="fp32"),
+            case(m=0, n=64, k=64, dtype="fp16", bias=True),  # nothing to launch
+            case(m=64, n=0, k=64, dtype="fp16", residual=True),
+            case(m=40, n=24, k=0, dtype="fp32", bias=True, residual=True, activation="silu"),  # no products at all
+            case(m=5, n=64, k=64, dtype="fp32", batch=3, bias=True, residual=True),  # [batch, m, k]
+            case(m=40, n=64, k=64, dtype="fp32", layout_b="transposed", bias=True),
+            case(m=33, n=64, k=64, dtype="fp16", layout="padded", residual=True),
+            case(m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_b="misaligned", residual=True),
+            case(m=3, n=32, k=64, dtype="fp16", layout="far", residual=True),  # more than 2**31 elements apart
+            case(m=32, n=64, k=64, dtype="fp16", layout_b="far"),
+            case(m=32, n=64, k=64, dtype="fp32", special="nan", bias=True, activation="relu"),
+            case(m=32, n=64, k=64, dtype="fp32", special="inf", activation="silu"),
+            case(m=32, n=64, k=64, dtype="fp16", special="inf", residual=True),
+            case(m=64, n=72, k=96, dtype="fp32", precision="tf32", bias=True),
+            case(m=33, n=65, k=97, dtype="fp32", precision="tf32"),
+        ],
+        "bench": [
+            case(m=m, n=4096, k=k, dtype="bf16", residual=True) for m, k in ((16, 4096), (4096, 4096), (4096, 14336))
+        ],
+        "bench_cpu": [
+            case(m=1024, n=1024, k=1024, dtype="fp32", bias=True, activation="gelu"),
+            case(m=1024, n=1024, k=1024, dtype="bf16", residual=True),
+        ],
+    },
+)  # fmt: skip
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
+    activation: str = "none", precision: str = "ieee",
+) -> Tensor:  # fmt: skip
+    """y = act(x · weightᵀ + bias) + residual, rounded once; x [..., K], weight [N, K], bias [N], residual, y [..., N].
+
+    activation: none, relu, gelu, gelu_tanh or silu; precision tf32 lets tensor cores round fp32 to 11 bits.
+    """
+    y = ACTIVATIONS[activation](F.linear(x, weight, bias))
+    return y if residual is None else y + residual

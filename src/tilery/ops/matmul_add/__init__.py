@@ -1,0 +1,111 @@
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilery import inputs as draw
+from tilery.errors import require
+from tilery.op import op
+from tilery.ops.matmul import bucket as bucket_matmul
+from tilery.ops.matmul import check as check_matmul
+from tilery.ops.matmul import inputs as draw_matmul
+from tilery.ops.matmul import outputs as outputs_matmul
+from tilery.parts import products
+from tilery.parts.products import Product
+from tilery.peers import Compiled, baselines
+from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
+
+
+def check(a: TensorSpec, b: TensorSpec, c: TensorSpec, precision: str) -> None:
+    check_matmul(a, b)
+    shape, came = (a.shape[0], b.shape[1]), f"{dtype_name(c.dtype)}{list(c.shape)}"
+    fits = c.shape == shape and c.dtype == a.dtype
+    require(fits, f"c must be {dtype_name(a.dtype)}{list(shape)} as a · b is, got {came}")
+    require(
+        1 in c.strides or any(size <= 1 for size in shape),
+        f"c must have stride 1 along one dimension, got strides {list(c.strides)}; call .contiguous() on it",
+    )
+    products.check_precision(precision, a.dtype)
+
+
+def outputs(a: TensorSpec, b: TensorSpec, c: TensorSpec, precision: str) -> tuple[TensorSpec, ...]:
+    return outputs_matmul(a, b)
+
+
+def cost(a: TensorSpec, b: TensorSpec, c: TensorSpec, precision: str) -> Cost:
+    return products.cost(a.shape[0], b.shape[1], a.shape[1], a, b, c, epilogue=3)
+
+
+def bucket(a: TensorSpec, b: TensorSpec, c: TensorSpec, precision: str) -> Bucket:
+    exact, scaled = bucket_matmul(a, b)
+    return Bucket(exact + (",tf32" if precision == "tf32" else ""), scaled)
+
+
+def inputs(
+    m: int, n: int, k: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none",
+    layout_b: str = "transposed", layout_c: str = "contiguous", special_c: str = "none",
+    alpha: float = 1.0, beta: float = 1.0, precision: str = "ieee", device: str = "cuda", seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """`layout` and `special` are a's; b is w.T of a weight w [N, K] unless said otherwise."""
+    found = draw_matmul(m, n, k, dtype, layout, special, layout_b, device, seed)
+    c = draw.matrix(m, n, dtype, draw.generator(seed + 1, device), layout_c, special_c)
+    c *= max(k, 1) ** 0.5  # as large as the products, so that neither hides the other
+    return found | {"c": c, "alpha": alpha, "beta": beta, "precision": precision}
+
+
+def product(outs: Any, a: Any, b: Any, c: Any, *scalars: Any) -> Product:
+    """Of tensors with alpha and beta; those are unseen where there are specs."""
+    *factors, precision = scalars
+    alpha, beta = factors or (1.0, 1.0)
+    end = c, c.stride(0), c.stride(1), float(alpha), float(beta), "none", precision
+    return products.of_matmul(outs, a, b, None, *end)
+
+
+def _torch(a: Tensor, b: Tensor, c: Tensor, alpha: float, beta: float, precision: str) -> Tensor:
+    return torch.addmm(c, a, b, alpha=alpha, beta=beta)
+
+
+@op(
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=products.allowed,
+    runtime=("alpha", "beta"), kernels=("numba", "triton"),
+    baselines=baselines(torch=products.peer(_torch), compile=products.peer(Compiled(_torch))),
+    model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears()],
+    cases={
+        "test": [
+            case(m=40, n=72, k=80, dtype="fp32", alpha=0.5, beta=-2.0),
+            case(m=40, n=72, k=80, dtype="fp16", alpha=0.5, beta=-2.0),
+            case(m=40, n=72, k=80, dtype="bf16", alpha=0.5, beta=-2.0),
+            case(m=130, n=136, k=72, dtype="fp16", beta=0.5),  # several tiles each way
+            case(m=65, n=33, k=97, dtype="fp32", layout_b="contiguous", alpha=-1.0),  # odd tails on every side
+            case(m=65, n=33, k=97, dtype="bf16", layout="transposed"),
+            case(m=40, n=56, k=64, dtype="fp32", layout_c="transposed", beta=0.25),
+            case(m=1, n=128, k=256, dtype="bf16", beta=0.5),  # one row
+            case(m=3, n=300, k=64, dtype="fp32", alpha=2.0, layout_c="transposed"),
+            case(m=1, n=1, k=1, dtype="fp32"),
+            case(m=0, n=64, k=64, dtype="fp16"),  # nothing to launch
+            case(m=64, n=0, k=64, dtype="fp16"),
+            case(m=40, n=24, k=0, dtype="fp16", beta=2.0),  # c alone
+            case(m=33, n=64, k=64, dtype="fp16", layout="padded", layout_c="padded"),
+            case(m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_c="misaligned"),
+            case(m=3, n=32, k=64, dtype="fp16", layout_c="far"),  # more than 2**31 elements from first to last
+            case(m=3, n=32, k=64, dtype="fp16", layout="far"),
+            case(m=32, n=64, k=64, dtype="fp32", special="nan"),
+            case(m=32, n=64, k=64, dtype="fp16", special="inf", alpha=-1.0),
+            case(m=32, n=64, k=64, dtype="fp32", special_c="nan"),
+            case(m=32, n=64, k=64, dtype="fp32", special_c="nan", beta=0.0),  # c is not read
+            case(m=5, n=64, k=64, dtype="fp16", special_c="inf", beta=0.0),
+            case(m=64, n=72, k=96, dtype="fp32", precision="tf32", alpha=0.5),
+        ],
+        "bench": [case(m=m, n=4096, k=4096, dtype="bf16") for m in (16, 4096)],
+        "bench_cpu": [case(m=1024, n=1024, k=1024, dtype="fp32"), case(m=1024, n=1024, k=1024, dtype="bf16")],
+    },
+)  # fmt: skip
+def matmul_add(
+    a: Tensor, b: Tensor, c: Tensor, alpha: float = 1.0, beta: float = 1.0, precision: str = "ieee"
+) -> Tensor:
+    """y = alpha · a b + beta · c, rounded once; a [M, K], b [K, N], c, y [M, N]. Where beta is 0, c is not read.
+
+    Each of a, b and c is row- or column-major; precision as for linear.
+    """
+    y = alpha * (a @ b)
+    return y if beta == 0 else y + beta * c
