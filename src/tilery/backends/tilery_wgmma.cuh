@@ -169,6 +169,7 @@ struct TileRing {
     __device__ void wait() { full[slot].wait(phase); }
     __device__ void release() {
         const int lane = threadIdx.x % 32;
+        __syncwarp();  // all lanes have read their notes
         if constexpr (BLOCKS == 1) {
             if (lane == 0) empty[slot].arrive();
         } else if (lane < BLOCKS) {
