@@ -1,9 +1,6 @@
 """Rungs on one problem: checked against float64, timed in turns with torch, checked again. Runs in a child process."""
 
-import os
 import random
-import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,13 +8,12 @@ import torch
 from torch import Tensor
 
 from tilery import ceilings, device, timing
-from tilery.errors import TileryError
 from tilery.ladder.rungs import RUNGS, Step, product
 from tilery.spec import Case
 from tilery.workbench import bench
 from tilery.workbench.bench import BASE, Unit
 from tilery.workbench.check import compared, poisoned, reference
-from tilery.workbench.child import serve
+from tilery.workbench.child import relay, serve
 from tilery.workbench.result import Row
 
 OP = "ladder"  # what the rows call it: rungs are no kernels of matmul, and no table of those may count them
@@ -114,25 +110,5 @@ def _judge(row: Row, step: Step, a: Tensor, b: Tensor, right: Tensor, seed: int)
         row.status, row.reason = "fail", f"error {row.error:.2e}, allowed {most:.0e}, seed={seed}"
 
 
-def _answer(given: Unit, send: Callable[[Any], None]) -> None:
-    """In the child: (rung, what) as it goes, rows, and None at the end. What a rung raises while timed ends it."""
-
-    def progress(arm: str, what: str) -> None:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # raises if the rung before this one spoilt the context: it is still to blame
-        send((arm, what))
-
-    try:
-        for row in measure(given, progress):
-            send(row)
-    except TileryError as error:
-        send(error)
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    send(None)
-
-
 if __name__ == "__main__":
-    serve(_answer)
+    serve(relay(measure))

@@ -9,7 +9,8 @@ from torch import Tensor
 from tilery import inputs as draw
 from tilery.errors import require
 from tilery.parts.fp8 import GROUP, LARGEST
-from tilery.spec import DTYPES, Cost, TensorSpec, dtype_name
+from tilery.parts.tiles import tiled_product
+from tilery.spec import DTYPES, Cost, TensorSpec, Work, dtype_name
 
 # Hopper's fp8 tensor cores drop what is 2**13 times smaller than the largest product they add, so that even sums that
 # are promoted every 128 products may be off by some 3e-4. An fp32 output says how the sum is given, not how good it is.
@@ -68,6 +69,20 @@ def cost(a: TensorSpec, a_scale: TensorSpec, b: TensorSpec, b_scale: TensorSpec,
     (m, k), n = a.shape, b.shape[0]
     reads = sum(x.nbytes for x in (a, a_scale, b, b_scale))
     return Cost(2 * m * n * k, reads, m * n * DTYPES[out_dtype].itemsize)
+
+
+def split_work(a: TensorSpec, b: TensorSpec, rows: int, columns: int, parts: int) -> Work:
+    """Of tiles whose K is cut in parts, which a second launch adds up."""
+    transposed = b._replace(shape=b.shape[::-1], strides=b.strides[::-1])
+    work = tiled_product(a, transposed, rows, columns, parts)
+    part = min(rows, a.shape[0]) * min(columns, b.shape[0]) * 4
+    return work if parts == 1 else work._replace(bytes=work.bytes + 2 * part)  # written, and read again
+
+
+def split_workspace(a: TensorSpec, b: TensorSpec, parts: int) -> tuple[TensorSpec, ...]:
+    if parts == 1:
+        return ()
+    return (TensorSpec.contiguous((parts, a.shape[0], b.shape[0]), torch.float32, a.device),)
 
 
 def exact(a: TensorSpec, b: TensorSpec, out_dtype: str) -> str:

@@ -7,7 +7,6 @@ tensor cores for fp8 (sm_80, the interpreter) values are widened to fp16 first: 
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -16,8 +15,7 @@ from tilery.backends import triton_glue
 from tilery.device import ARCHS
 from tilery.parts import triton_fp8
 from tilery.parts.fp8 import GROUP, LARGEST, ceil_div
-from tilery.parts.fp8_products import outputs, scale_steps
-from tilery.parts.tiles import tiled_product
+from tilery.parts.fp8_products import outputs, scale_steps, split_work, split_workspace
 from tilery.parts.triton_fp8 import widen
 from tilery.spec import DTYPES, Artifact, TensorSpec, Work
 
@@ -105,20 +103,13 @@ def configs(a: TensorSpec, a_scale: TensorSpec, b: TensorSpec, b_scale: TensorSp
 def estimate(
     a: TensorSpec, a_scale: TensorSpec, b: TensorSpec, b_scale: TensorSpec, out_dtype: str, config: Config
 ) -> Work:
-    columns = b._replace(shape=b.shape[::-1], strides=b.strides[::-1])
-    work = tiled_product(a, columns, config.block_m, config.block_n, config.split_k)
-    if config.split_k == 1:
-        return work
-    part = min(config.block_m, a.shape[0]) * min(config.block_n, b.shape[0]) * 4
-    return work._replace(bytes=work.bytes + 2 * part)  # written, and read by the second launch
+    return split_work(a, b, config.block_m, config.block_n, config.split_k)
 
 
 def workspace(
     a: TensorSpec, a_scale: TensorSpec, b: TensorSpec, b_scale: TensorSpec, out_dtype: str, config: Config
 ) -> tuple[TensorSpec, ...]:
-    if config.split_k == 1:
-        return ()
-    return (TensorSpec.contiguous((config.split_k, a.shape[0], b.shape[0]), torch.float32, a.device),)
+    return split_workspace(a, b, config.split_k)
 
 
 @triton.jit

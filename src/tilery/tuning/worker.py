@@ -1,19 +1,15 @@
 """Checks and times candidates in a child: one that crashes, hangs or spoils its CUDA context costs only itself."""
 
 import contextlib
-import os
-import sys
-import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from tilery.errors import TileryError
 from tilery.tuning.data import GOOD, Candidate, Job, Measured
-from tilery.workbench.child import Child, Died, Silent, serve
+from tilery.workbench.child import Child, Died, Silent, relay, serve
 
 Progress = Callable[[Candidate | None, str], None]  # (candidate, what is under way); None: no candidate's doing
 
@@ -129,33 +125,15 @@ class _Part:
         return {i: Measured(self.job.candidates[i], status, reason) for i in which}
 
 
-def _answer(job: Job | None, send: Callable[[Any], None]) -> None:
-    """In the child: (number, what) as it goes, (number, Measured) for each candidate, None at the end."""
-    import tilery.ops  # noqa: F401  fills the registry
+def _measured(job: Job | None, progress: Callable[[int | None, str], None]) -> Iterator[tuple[int, Measured]]:
+    """In the child: (number, Measured) for each candidate."""
     from tilery.tuning import measure
 
-    if job is None:  # to be awake
-        if torch.cuda.is_available():
-            torch.cuda.init()
-        send(None)
-        return
-
-    def progress(number: int | None, what: str) -> None:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # raises if the candidate before spoilt the context: it is still to blame
-        send((number, what))
-
-    try:
-        for answer in measure.measured(job, progress):
-            send(answer)
-    except TileryError as error:
-        send(error)
-    except Exception:  # its traceback is what the parent gives as the reason
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    send(None)
+    if job is not None:
+        yield from measure.measured(job, progress)
+    elif torch.cuda.is_available():  # to be awake
+        torch.cuda.init()
 
 
 if __name__ == "__main__":
-    serve(_answer)
+    serve(relay(_measured))

@@ -11,9 +11,12 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from tilery.errors import TileryError
 
 _LENGTH = 8  # bytes before every message
 
@@ -89,6 +92,38 @@ def serve(answer: Callable[[Any, Callable[[Any], None]], None]) -> None:
     with contextlib.suppress(EOFError):
         while True:
             answer(_receive(sys.stdin.buffer), lambda message: _send(answers, message))
+
+
+def relay(
+    work: Callable[[Any, Callable[[Any, str], None]], Iterable[Any]],
+) -> Callable[[Any, Callable[[Any], None]], None]:
+    """What `serve` takes, of work(request, progress) on a GPU: (who, what) as it goes, what it yields, None at the end.
+
+    What it raises ends the process, with its traceback for the parent; an error for the user is sent instead.
+    """
+
+    def answer(request: Any, send: Callable[[Any], None]) -> None:
+        import torch
+
+        import tilery.ops  # noqa: F401  fills the registry
+
+        def progress(who: Any, what: str) -> None:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # raises if what came before spoilt the context: that is still to blame
+            send((who, what))
+
+        try:
+            for found in work(request, progress):
+                send(found)
+        except TileryError as error:
+            send(error)
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        send(None)
+
+    return answer
 
 
 def _send(stream: Any, message: Any) -> None:

@@ -1,17 +1,10 @@
 """Measures in a child process: an arm that crashes or spoils the GPU's context costs its own row; the rest goes on."""
 
-import os
-import sys
-import traceback
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import torch
+from collections.abc import Iterator
 
 from tilery import timing
-from tilery.errors import TileryError
 from tilery.workbench import bench
-from tilery.workbench.child import Child, Died, serve
+from tilery.workbench.child import Child, Died, relay, serve
 from tilery.workbench.result import Row
 
 _SILENCE_S = 300.0  # a block lasts milliseconds, a compiler's slowest kernel a minute
@@ -54,26 +47,5 @@ def rows_of(child: Child, unit: bench.Unit, progress: timing.Progress) -> Iterat
             unit = unit.without({at})
 
 
-def _answer(unit: bench.Unit, send: Callable[[Any], None]) -> None:
-    """In the child: (arm, what) as it goes, rows, and None at the end. Whatever an arm raises ends the process."""
-    import tilery.ops  # noqa: F401  fills the registry
-
-    def progress(arm: str, what: str) -> None:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # raises if the arm before this one spoilt the context: it is still to blame
-        send((arm, what))
-
-    try:
-        for row in bench.measure(unit, progress):
-            send(row)
-    except TileryError as error:
-        send(error)
-    except Exception:  # whatever it is, its traceback is what the parent puts into the row
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    send(None)
-
-
 if __name__ == "__main__":
-    serve(_answer)
+    serve(relay(bench.measure))

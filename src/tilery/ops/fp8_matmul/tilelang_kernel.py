@@ -8,7 +8,7 @@ from tilery import device
 from tilery.backends import tilelang_glue
 from tilery.ops.fp8_matmul.tilelang_product import Problem, product
 from tilery.parts.fp8 import GROUP, ceil_div
-from tilery.parts.tiles import tiled_product
+from tilery.parts.fp8_products import split_work, split_workspace
 from tilery.spec import DTYPES, Artifact, TensorSpec, Work, dtype_name
 
 archs = ("sm_89", "sm_90", "sm_100", "sm_120")  # for sm_80 TileLang builds code without a product
@@ -147,21 +147,13 @@ def _of(kind: str, block_m: int, block_n: int, stages: int, threads: int, split:
 def estimate(
     a: TensorSpec, a_scale: TensorSpec, b: TensorSpec, b_scale: TensorSpec, out_dtype: str, config: Config
 ) -> Work:
-    rows, columns = config.tile
-    transposed = b._replace(shape=b.shape[::-1], strides=b.strides[::-1])
-    work = tiled_product(a, transposed, rows, columns, config.split_k)
-    if config.split_k == 1:
-        return work
-    part = min(rows, a.shape[0]) * min(columns, b.shape[0]) * 4
-    return work._replace(bytes=work.bytes + 2 * part)  # written, and read by the second launch
+    return split_work(a, b, *config.tile, config.split_k)
 
 
 def workspace(
     a: TensorSpec, a_scale: TensorSpec, b: TensorSpec, b_scale: TensorSpec, out_dtype: str, config: Config
 ) -> tuple[TensorSpec, ...]:
-    if config.split_k == 1:
-        return ()
-    return (TensorSpec.contiguous((config.split_k, a.shape[0], b.shape[0]), torch.float32, a.device),)
+    return split_workspace(a, b, config.split_k)
 
 
 def _even(x, aligned: bool) -> bool:
