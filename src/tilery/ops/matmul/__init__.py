@@ -66,7 +66,7 @@ def inputs(
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
-    kernels=("numba", "triton", "gluon", "tilelang", "cutile", "cuda.hopper", "cuda", "cupy", "numba_cuda"),
+    kernels=("numba", "triton", "gluon", "tilelang", "cutile", "cuda", "cuda.hopper", "cupy", "numba_cuda"),
     baselines=baselines(torch=torch.matmul, tilegym=lambda a, b: load("tilegym.ops").matmul(a, b)),
     model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears()],
     cases={
