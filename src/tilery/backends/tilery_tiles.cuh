@@ -101,11 +101,107 @@ __device__ inline void push(float4* place, Arrival& arrival, int rank, float4 va
                    "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w) : "memory");
 }
 
-// A tile of TOKENS × BN whose parts are in the registers of SPLITS blocks of a cluster, transposed: warpgroups have 64 of the
+// Two blocks of a cluster have parts of the sums of two warpgroups each: adds up those of the warpgroup with the block's rank.
+// `place` takes the other block's part, COUNT floats a thread, when both have let go of it; `sent` expects it.
+template <int COUNT>
+__device__ void add_up(float (&sums)[COUNT], int warpgroup, int rank, float4* place, Arrival& sent) {
+    float4* const mine = place + threadIdx.x % 128;
+    Cluster<2>::meet();  // all threads of both blocks
+    if (warpgroup != rank) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 4)
+            push(mine + i / 4 * 128, sent, 1 - rank, {sums[i], sums[i + 1], sums[i + 2], sums[i + 3]});
+    } else {
+        sent.wait(0);
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 4) {
+            const float4 other = mine[i / 4 * 128];
+            sums[i] += other.x, sums[i + 1] += other.y, sums[i + 2] += other.z, sums[i + 3] += other.w;
+        }
+    }
+}
+
+// Where few rows of a are cut: tiles of TOKENS × BN, for clusters of SPLITS blocks that share K. Those have one tile, other
+// blocks go on until there are none.
+template <int TOKENS, int BN, int SPLITS>
+struct FewTiles {
+    int rank, start, stride, across, count;
+    int begin, slots;  // of K, of this block
+
+    __device__ FewTiles(int m, int n, int all)
+        : rank(Cluster<SPLITS>::rank()), start(blockIdx.x / SPLITS), stride(gridDim.x / SPLITS), across((n + BN - 1) / BN),
+          count(across * ((m + TOKENS - 1) / TOKENS)), begin(all * rank / SPLITS), slots(all * (rank + 1) / SPLITS - begin) {}
+    __device__ int left(int t) const { return t % across * BN; }
+    __device__ int first(int t) const { return t / across * TOKENS; }
+    // visit(slot of K) of tile t. Very few tokens: each tile begins elsewhere, so that not all blocks ask for the same columns,
+    // and so for the same banks of memory, at once. More tokens are better found in the L2, where others just fetched them.
+    template <typename Visit>
+    __device__ void each(int t, Visit visit) const {
+        int s = TOKENS <= 16 && slots > 0 ? t % slots : 0;
+        for (int i = 0; i < slots; ++i) {
+            visit(begin + s);
+            if (++s == slots) s = 0;
+        }
+    }
+};
+
+// Eight by eight values of two bytes, a pair a thread, transposed: thread 4 i + j has (i, 2 j) and (i, 2 j + 1).
+__device__ inline unsigned transposed(unsigned pair) {
+    unsigned made;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(made) : "r"(pair));
+    return made;
+}
+
+// The tile of a warpgroup that has WIDTH columns of c where wgmma has rows, from `left` on, and tokens where it has columns,
+// from `first` on, straight from the registers.
+template <int WIDTH, typename T, int COUNT>
+__device__ void store_columns(const float (&sums)[COUNT], T* c, int first, int left, int m, int n) {
+    const int skip = threadIdx.x / 32 % 4 * 16, line = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+    if (skip >= WIDTH) return;
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+        for (int r = 0; r < COUNT; ++r) {
+            const int token = first + r / 4 * 8 + quad * 2 + r % 2, own = skip + r % 4 / 2 * 8 + line;
+            if (own < WIDTH && left + own < n && token < m) c[i64{token} * n + left + own] = sums[r];
+        }
+    } else {
+        constexpr int GROUPS = COUNT / 4, STEP = GROUPS > 1 ? 2 : 1;  // of eight tokens
+#pragma unroll
+        for (int g = 0; g < GROUPS; g += STEP) {
+            unsigned words[4];
+#pragma unroll
+            for (int i = 0; i < 2 * STEP; ++i)
+                words[i] = transposed(Pack<T, 2>::rounded({sums[4 * g + 2 * i], sums[4 * g + 2 * i + 1]}).bits());
+            if (STEP == 2 && n % 8 == 0) {  // 16 bytes a thread
+                transpose_quad(words);
+                const int token = first + (g + quad / 2) * 8 + line, own = skip + quad % 2 * 8;
+                if (own < WIDTH && left + own < n && token < m)
+                    store_word(c + i64{token} * n + left + own, uint4{words[0], words[1], words[2], words[3]});
+                continue;
+            }
+#pragma unroll
+            for (int i = 0; i < 2 * STEP; ++i) {
+                const int token = first + (g + i / 2) * 8 + line, own = skip + i % 2 * 8 + quad * 2;
+                if (own >= WIDTH || left + own >= n || token >= m) continue;
+                T* const to = c + i64{token} * n + left + own;
+                Pack<T, 2> pair;
+                memcpy(&pair, &words[i], sizeof(pair));
+                if (n % 2 == 0) {
+                    pair.to_global(to);
+                } else {
+                    to[0] = pair.at[0];
+                    if (left + own + 1 < n) to[1] = pair.at[1];
+                }
+            }
+        }
+    }
+}
+
+// A tile of TOKENS × BN whose parts are in the registers of SPLITS blocks of a cluster, transposed: warpgroups have WIDTH of the
 // BN columns each. Every block adds up a share of the tile that the others send to it, always in the same order.
-template <typename T, int TOKENS, int BN, int SPLITS, int THREADS>
+template <typename T, int TOKENS, int WARPGROUPS, int WIDTH, int SPLITS, int THREADS>
 struct SharedTile {
-    static constexpr int COUNT = TOKENS / 2;  // sums a thread
+    static constexpr int BN = WARPGROUPS * WIDTH, COUNT = TOKENS / 2;  // sums a thread
     static constexpr int LINE = BN + 4;  // floats from token to token: a warp writes to 32 banks
     static constexpr int FOURS = TOKENS * BN / 4 / SPLITS;  // of columns, that a block adds up
     static constexpr int OWN_BYTES = TOKENS * LINE * 4, SENT_BYTES = SPLITS > 1 ? SPLITS * FOURS * 16 : 0;
@@ -125,10 +221,13 @@ struct SharedTile {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = cluster::rank();
         const auto got = reinterpret_cast<float4(*)[FOURS]>(others);
         const auto four_at = [&](int e) { return reinterpret_cast<float4*>(mine + e / (BN / 4) * LINE + e % (BN / 4) * 4); };
-        if (warp < BN / 16) {
-            const int row = warp * 16 + lane / 4, quad = lane % 4;
+        if (warp < WARPGROUPS * 4) {
+            const int row = warp % 4 * 16 + lane / 4, quad = lane % 4;
 #pragma unroll
-            for (int r = 0; r < COUNT; ++r) mine[(r / 4 * 8 + quad * 2 + r % 2) * LINE + row + r % 4 / 2 * 8] = sums[r];
+            for (int r = 0; r < COUNT; ++r) {
+                const int own = row + r % 4 / 2 * 8;
+                if (own < WIDTH) mine[(r / 4 * 8 + quad * 2 + r % 2) * LINE + warp / 4 * WIDTH + own] = sums[r];
+            }
         }
         __syncthreads();
         if constexpr (SPLITS > 1) {

@@ -21,7 +21,9 @@ struct Product;
 #define TILERY_SUMS44(i) TILERY_SUMS32(i), TILERY_SUMS8(i + 32), TILERY_SUMS4(i + 40)
 #define TILERY_SUMS48(i) TILERY_SUMS32(i), TILERY_SUMS16(i + 32)
 #define TILERY_SUMS64(i) TILERY_SUMS32(i), TILERY_SUMS32(i + 32)
+#define TILERY_SUMS80(i) TILERY_SUMS64(i), TILERY_SUMS16(i + 64)
 #define TILERY_SUMS96(i) TILERY_SUMS64(i), TILERY_SUMS32(i + 64)
+#define TILERY_SUMS112(i) TILERY_SUMS96(i), TILERY_SUMS16(i + 96)
 #define TILERY_SUMS128(i) TILERY_SUMS64(i), TILERY_SUMS64(i + 64)
 #define TILERY_NAMES4 "%0,%1,%2,%3"
 #define TILERY_NAMES8 TILERY_NAMES4 ",%4,%5,%6,%7"
@@ -31,12 +33,10 @@ struct Product;
 #define TILERY_NAMES44 TILERY_NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43"
 #define TILERY_NAMES48 TILERY_NAMES44 ",%44,%45,%46,%47"
 #define TILERY_NAMES64 TILERY_NAMES48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define TILERY_NAMES96                                                                                     \
-    TILERY_NAMES64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"                    \
-                   ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define TILERY_NAMES128                                                                                    \
-    TILERY_NAMES96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"      \
-                   ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define TILERY_NAMES80 TILERY_NAMES64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define TILERY_NAMES96 TILERY_NAMES80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define TILERY_NAMES112 TILERY_NAMES96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define TILERY_NAMES128 TILERY_NAMES112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 // COUNT sums a thread; X, Y and KEEP are the places of the operands behind them; FLAGS end the list of operands.
 #define TILERY_PRODUCT(A, B, N, K, COUNT, X, Y, KEEP, FLAGS)                                           \
     template <>                                                                                        \
@@ -60,7 +60,9 @@ struct Product;
     TILERY_PRODUCT(A, B, 128, K, 64, 64, 65, 66, FLAGS)
 #define TILERY_WIDE_PRODUCTS(A, B, K, FLAGS)             \
     TILERY_PRODUCTS(A, B, K, FLAGS)                      \
+    TILERY_PRODUCT(A, B, 160, K, 80, 80, 81, 82, FLAGS)  \
     TILERY_PRODUCT(A, B, 192, K, 96, 96, 97, 98, FLAGS)  \
+    TILERY_PRODUCT(A, B, 224, K, 112, 112, 113, 114, FLAGS) \
     TILERY_PRODUCT(A, B, 256, K, 128, 128, 129, 130, FLAGS)
 TILERY_WIDE_PRODUCTS(f16, f16, 16, ", 0, 0")  // K along the rows of both tiles
 TILERY_WIDE_PRODUCTS(bf16, bf16, 16, ", 0, 0")
@@ -112,6 +114,17 @@ __device__ inline void load_tile(Arrival& arrival, void* to, const TensorMap& ma
                  "[%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)), "l"(&map),
                  "r"(shared_address(&arrival.state)), "r"(k), "r"(row) : "memory");
 }
+// The same, of what nobody asks for again: it is the first to leave the L2.
+__device__ inline u64 once() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ inline void load_tile_once(u64 policy, Arrival& arrival, void* to, const TensorMap& map, int k, int row) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)), "l"(&map),
+                 "r"(shared_address(&arrival.state)), "r"(k), "r"(row), "l"(policy) : "memory");
+}
 
 // The same into every block of the cluster that `blocks` has a bit for, where `to` and `arrival` have the same places.
 __device__ inline void load_tile_for(unsigned blocks, Arrival& arrival, void* to, const TensorMap& map, int k, int row) {
@@ -119,6 +132,17 @@ __device__ inline void load_tile_for(unsigned blocks, Arrival& arrival, void* to
                  "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)), "l"(&map),
                  "r"(shared_address(&arrival.state)), "r"(k), "r"(row), "h"(static_cast<unsigned short>(blocks))
                  : "memory");
+}
+// All ROWS of a tile from `row` on, for SHARE blocks of a cluster that need the same: each fetches a part for all.
+template <int ROWS, int SHARE>
+__device__ void load_rows(Arrival& arrival, unsigned char* to, const TensorMap& map, int k, int row) {
+    if constexpr (SHARE == 1) {
+        load_tile(arrival, to, map, k, row);
+    } else {
+        static_assert(ROWS / SHARE * SPAN % PATTERN == 0, "parts start at multiples of the swizzle's pattern");
+        const int skip = Cluster<SHARE>::rank() * (ROWS / SHARE);
+        load_tile_for((1 << SHARE) - 1, arrival, to + skip * SPAN, map, k, row + skip);
+    }
 }
 
 // SLOTS of BYTES for tiles and NOTES floats about them, between a thread that asks for tiles, a warp that takes notes (if

@@ -1,7 +1,8 @@
 """Products on Hopper by TMA and wgmma: how their kernels cut the work. backends/tilery_wgmma.cuh is the device side.
 
-The wide form is persistent: tiles of 128 rows, two warpgroups that multiply and one that fetches. The few form has b's
-columns where wgmma wants 64 rows and a's rows on its narrow side; the blocks of a cluster share K.
+Blocks go from tile to tile. The wide form has tiles of 128 rows, two warpgroups that multiply and one that fetches. The
+few form has b's columns where wgmma wants 64 rows, as many as give every processor the same, and a's rows on its narrow
+side. The blocks of a cluster share K, or fetch b for each other.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,16 +16,20 @@ from tilery.parts.fp8 import ceil_div
 PROCESSORS = 132  # of an H200
 STORED_ROWS = 64  # of a staged tile of c, by each warpgroup
 SPLITS = (1, 2, 4, 8)  # a cluster of more than 8 is not promised
-FEW_ROWS = (8, 16, 32, 64, 128)
-FEW_COLUMNS = (64, 128, 256)
+FEW_ROWS = (8, 16, 32, 48, 64, 96, 128)
+FEW_COLUMNS = (24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 256)
 NARROW = (32, 48, 64, 96)  # tiles of the wide form where rows are so few that wider ones would leave processors idle
 
 _BARRIERS, _PATTERN, _RESERVED = 16, 1024, 1024  # bytes for a slot, to align the ring, that the driver takes of a block
 _GROUPS = (4, 8, 16)
 _BOTH = 512  # up to so many rows configs have both forms
 _LEAST_SLOTS = 4  # of K in a part, by default
-_MOST_STAGES = 12
-_ENTRY = 48  # columns whose time a tile takes besides its own
+_MOST_STAGES = 16
+_SLOT = 12  # rows of a slot whose time it takes to go on to the next
+_EXCHANGE = 40  # slots' rows that could be fetched while a block gives its part of a tile to another, and
+_EXCHANGED = 8  # sums that are exchanged while another row is
+_CLUSTERED = {2: PROCESSORS, 4: 120, 8: 120}  # blocks that run at once, by the size of their clusters
+_TRIED = 10  # cuts of few rows that a tuner tries
 
 
 @dataclass(frozen=True)
@@ -33,15 +38,25 @@ class Config:
     block_m: int
     block_n: int
     stages: int  # slots of the ring
-    splits: int = 1  # blocks of a cluster, which share K; of the few form
+    splits: int = 1  # blocks of a cluster, which share K
     group: int = 8  # tiles of M that run together and share b in the L2; of the wide form
     staged: bool = False  # c goes through shared memory; of the wide form
 
     # What a kernel may have besides, as fields:
     depth = 1  # spans of K in a slot
-    share = 1  # blocks of a cluster that fetch b for each other
+    share = 1  # blocks of a cluster, one above the other, that fetch b for each other
     notes = 0  # bytes in a slot besides tiles
     fetching_warps = 1  # of the few form
+
+    @property
+    def warpgroups(self) -> int:
+        """That multiply; of the few form for up to 64 columns each."""
+        return 2 if self.form == "wide" else ceil_div(self.block_n, 64)
+
+    @property
+    def width(self) -> int:
+        """Columns of a warpgroup, of the few form."""
+        return self.block_n // self.warpgroups
 
     @property
     def tiles(self) -> int:
@@ -55,23 +70,34 @@ class Config:
     @property
     def behind(self) -> int:
         """Bytes for a tile of c that is being stored, or for parts of it from the other blocks."""
-        return self.block_m * self.block_n * (2 if self.staged else 4 if self.splits > 1 else 0)
+        parts = self.form == "few" and self.splits > 1
+        return self.block_m * self.block_n * (2 if self.staged else 4 if parts else 0)
+
+    @property
+    def past(self) -> int:
+        """Bytes past the last slot that wgmma reads, whose 64 rows may be more than there are; of no consequence."""
+        return max(64 - self.width - self.block_m, 0) * tensor_maps.SPAN if self.form == "few" else 0
 
     @property
     def shared(self) -> int:
-        return _PATTERN + self.behind + self.stages * self.slot
+        return _PATTERN + self.behind + self.past + self.stages * self.slot
 
     @property
     def threads(self) -> int:
-        """Two warpgroups and one that fetches; a warpgroup for 64 columns of b and warps that fetch."""
-        return 384 if self.form == "wide" else self.block_n // 64 * 128 + self.fetching_warps * 32
+        """Of those that multiply and of a warpgroup that fetches, or of warps that do."""
+        return self.warpgroups * 128 + (128 if self.form == "wide" else self.fetching_warps * 32)
 
     @property
     def cluster(self) -> int:
         return self.splits * self.share
 
     def blocks(self, m: int, n: int) -> int:
-        return ceil_div(m, self.block_m * self.share) * self.share * ceil_div(n, self.block_n) * self.splits
+        return ceil_div(m, self.block_m * self.share) * ceil_div(n, self.block_n) * self.cluster
+
+    def launched(self, m: int, n: int, resident: int) -> int:
+        """Blocks that go from tile to tile; those that share K have one each."""
+        blocks = self.blocks(m, n)
+        return blocks if self.splits > 1 else min(blocks, resident // self.cluster * self.cluster)
 
 
 Kind = TypeVar("Kind", bound=Config)
@@ -87,8 +113,11 @@ def refusal(config: Config, forms: Forms, n: int, itemsize: int, where: Any) -> 
             return f"{name} of the {config.form} form must be one of {', '.join(map(str, values))}, got {got}"
     if config.form == "few" and config.block_m * config.block_n > 64 * 256:
         return f"sums of {config.block_m} × {config.block_n} do not fit the registers of a block"
-    if config.form == "few" and config.block_m * (config.block_n + 4) * 4 > config.stages * config.tiles:
-        return f"the tile of c must fit the ring of {config.stages} stages, got {config}"
+    passing = (64 * config.block_n if config.form == "wide" else config.block_m * (config.block_n + 4)) * 4
+    if config.splits > 1 and passing > config.stages * config.tiles:
+        return f"parts of c must fit the ring of {config.stages} stages, got {config}"
+    if config.splits > 1 and (config.share > 1 or config.staged):
+        return f"blocks that share K do not fetch for each other and stage nothing, got {config}"
     if config.stages < 2 or config.group < 1:
         return f"stages must be at least 2 and group at least 1, got {config.stages} and {config.group}"
     if config.staged and (config.form != "wide" or config.block_n % 64):
@@ -103,28 +132,53 @@ def refusal(config: Config, forms: Forms, n: int, itemsize: int, where: Any) -> 
 
 def with_ring(one: Kind, resident: int = 1) -> Kind:
     """As many stages as so many blocks on a processor leave room for."""
-    room = device.shared_limit("sm_90") // resident - _RESERVED - _PATTERN - one.behind
+    room = device.shared_limit("sm_90") // resident - _RESERVED - _PATTERN - one.behind - one.past
     return replace(one, stages=min(room // one.slot, _MOST_STAGES))
 
 
 def default(
-    kind: type[Kind], m: int, n: int, slots: int, widths: Sequence[int], wide: dict[str, Any], few: dict[str, Any]
+    kind: type[Kind], m: int, n: int, slots: int, widths: Sequence[int], entry: int, wide: dict[str, Any]
 ) -> Kind:
-    """`slots` of K there are; `widths` are tiles' of the wide form; `wide` and `few` what else its configs have."""
+    """`slots` of K there are; `widths` are tiles' of the wide form, which take the time of `entry` columns besides."""
     down = ceil_div(m, 128)
-    if m > 64 and down * ceil_div(n, min(widths)) >= PROCESSORS // 2:
+    if m <= 64 or down * ceil_div(n, min(widths)) < PROCESSORS // 2:
+        return few_cuts(kind, m, n, slots)[0]
 
-        def time(width: int) -> int:
-            return ceil_div(down * ceil_div(n, width), PROCESSORS) * (width + _ENTRY)
+    def waves(width: int) -> int:
+        return ceil_div(down * ceil_div(n, width), PROCESSORS)
 
-        return _wide(kind, min(sorted(widths, reverse=True), key=time), wide)
+    def time(width: int) -> tuple[int, int]:
+        return waves(width) * (width + entry) + (waves(width) > 1), width
+
+    width = min((width for width in widths if width >= 128 or waves(width) == 1), key=time)
+    return _wide(kind, width, wide | {"staged": wide["staged"] and waves(width) > 1})  # while the next is multiplied
+
+
+def few_cuts(kind: type[Kind], m: int, n: int, slots: int) -> list[Kind]:
+    """Ways to cut few rows, the one that should take the least time first."""
     block_m = next((size for size in FEW_ROWS if size >= m), FEW_ROWS[-1])
-    down = ceil_div(m, block_m)
-    block_n = 64 if down * ceil_div(n, 64) <= PROCESSORS else 128
-    tiles, parts = down * ceil_div(n, block_n), max(slots // _LEAST_SLOTS, 1)
-    splits = max(s for s in SPLITS if s == 1 or (s <= parts and tiles * s <= PROCESSORS))
-    two = tiles > PROCESSORS and block_m < FEW_ROWS[-1]  # sums of 128 rows leave no registers for a second block
-    return with_ring(kind("few", block_m, block_n, 1, splits, **few), resident=2 if two else 1)
+    widths = [width for width in FEW_COLUMNS if block_m * width <= 64 * 256 and width < n + 8]
+    cuts = [
+        with_ring(kind("few", block_m, width, 1, splits), resident=2 if splits > 2 else 1)
+        for width in widths or FEW_COLUMNS[:1]
+        for splits in SPLITS
+        if splits == 1 or splits * _LEAST_SLOTS <= slots
+    ]
+    fit = [cut for cut in cuts if cut.stages > 1 and _at_once(cut, m, n)]
+    return sorted(fit, key=lambda cut: _few_time(cut, m, n, slots))
+
+
+def _at_once(cut: Config, m: int, n: int) -> bool:
+    """Whether blocks that share K, which have one tile each, all run at once."""
+    return cut.splits == 1 or cut.blocks(m, n) <= _CLUSTERED[cut.splits]
+
+
+def _few_time(cut: Config, m: int, n: int, slots: int) -> float:
+    """Rows of slots that the busiest processor fetches: b from memory, a from the L2, which gives twice as much."""
+    waves = ceil_div(cut.blocks(m, n), PROCESSORS)
+    fetched = max(cut.block_n, (cut.block_n + cut.block_m) / 2) + cut.block_m / 8 + _SLOT
+    exchange = _EXCHANGE * (cut.splits - 1) + cut.block_m * cut.block_n / _EXCHANGED
+    return waves * fetched * slots / cut.splits + (exchange if cut.splits > 1 else 0)
 
 
 def _wide(kind: type[Kind], width: int, more: dict[str, Any]) -> Kind:
@@ -133,7 +187,7 @@ def _wide(kind: type[Kind], width: int, more: dict[str, Any]) -> Kind:
 
 
 def candidates(
-    kind: type[Kind], m: int, widths: Iterable[int], wide: Iterable[dict[str, Any]], few: dict[str, Any]
+    kind: type[Kind], m: int, n: int, slots: int, widths: Iterable[int], wide: Iterable[dict[str, Any]]
 ) -> list[Kind]:
     """All that may be worth trying for m rows, some of which may be refused."""
     found = []
@@ -141,14 +195,8 @@ def candidates(
         groups = _GROUPS if m > 128 * _GROUPS[0] else _GROUPS[-1:]
         options = [more | {"group": group} for more in wide for group in groups]
         chosen = [width for width in widths if (width < 128) <= (m <= _BOTH)]
-        found += [_wide(kind, width, more) for width in chosen for more in options]
+        found += [cut for width in chosen for more in options if _at_once(cut := _wide(kind, width, more), m, n)]
     if m <= _BOTH:
-        enough = next((i for i, size in enumerate(FEW_ROWS) if size >= m), len(FEW_ROWS) - 1)
-        found += [
-            with_ring(kind("few", block_m, block_n, 1, splits, **few), resident)
-            for block_m in FEW_ROWS[max(enough - 1, 0) : enough + 1]
-            for block_n in FEW_COLUMNS[: 2 if m > 64 else 3]
-            for splits in SPLITS
-            for resident in ((2, 1) if block_n <= 128 else (1,))
-        ]
+        for cut in few_cuts(kind, m, n, slots)[:_TRIED]:
+            found += [cut, with_ring(cut, 2)]
     return found

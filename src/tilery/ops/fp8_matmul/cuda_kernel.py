@@ -19,14 +19,16 @@ from tilery.spec import DTYPES, Artifact, TensorSpec, Work, dtype_name
 archs = ("sm_90",)
 
 _SOURCE = Path(__file__).with_name("fp8_matmul.cu")
-_WIDE = (128, 176, 192, 256)
-_WIDTHS = (*hopper_tiles.NARROW, *_WIDE)
+_WIDTHS = (*hopper_tiles.NARROW, 128, 176, 192, 256)
+_ENTRY = 48  # columns whose time a tile takes besides its own: its sums are promoted
 _FORMS = {
     "wide": {"block_m": (128,), "block_n": _WIDTHS, "splits": (1,)},
     "few": {
-        "block_m": hopper_tiles.FEW_ROWS, "block_n": hopper_tiles.FEW_COLUMNS, "splits": hopper_tiles.SPLITS,
+        "block_m": hopper_tiles.FEW_ROWS,
+        "block_n": hopper_tiles.FEW_COLUMNS,
+        "splits": hopper_tiles.SPLITS,
     },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,13 @@ def refusal(
 def default(a: TensorSpec, a_scale: TensorSpec, b: TensorSpec, b_scale: TensorSpec, out_dtype: str) -> Config:
     (m, k), n = a.shape, b.shape[0]
     wide = {"group": 16, "staged": DTYPES[out_dtype].itemsize == 2 and n % 8 == 0}
-    return hopper_tiles.default(Config, m, n, k // GROUP, _WIDE, wide, {})
+    return hopper_tiles.default(Config, m, n, k // GROUP, _WIDTHS, _ENTRY, wide)
 
 
 def configs(a: TensorSpec, a_scale: TensorSpec, b: TensorSpec, b_scale: TensorSpec, out_dtype: str) -> list[Config]:
+    (m, k), n = a.shape, b.shape[0]
     wide = [{"staged": staged} for staged in (True, False)]
-    found = hopper_tiles.candidates(Config, a.shape[0], _WIDTHS, wide, {})
+    found = hopper_tiles.candidates(Config, m, n, k // GROUP, _WIDTHS, wide)
     found = [default(a, a_scale, b, b_scale, out_dtype), *found]
     return [c for c in dict.fromkeys(found) if refusal(a, a_scale, b, b_scale, out_dtype, c) is None]
 
@@ -80,9 +83,10 @@ def _kernel(a: torch.dtype, b: torch.dtype, out: torch.dtype, config: Config) ->
         sizes = f"{parts}, {c.block_n // parts}, {c.stages}, {c.group}, {str(c.staged).lower()}"
         name, parameters = f"fp8_matmul<{types}, {sizes}>", "TTTPqqPqqPiii"
     else:
-        name = f"fp8_matmul_few<{types}, {c.block_m}, {c.block_n // 64}, {c.stages}, {c.splits}>"
+        sizes = f"{c.block_m}, {c.warpgroups}, {c.width}, {c.stages}, {c.splits}"
+        name = f"fp8_matmul_few<{types}, {sizes}>"
         parameters = "TTPqqPqqPiii"
-    return cuda_glue.Kernel(_SOURCE, name, parameters, c.threads, c.shared, c.cluster)
+    return cuda_glue.Kernel(_SOURCE, name, parameters, c.threads, c.shared, c.cluster, early=True)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
@@ -97,11 +101,9 @@ def run(outs, args, config: Config) -> None:
         c.zero_()  # there are no scales to read and no map of nothing
         return
     kernel = _kernel(a.dtype, b.dtype, c.dtype, config)
-    blocks = config.blocks(m, n)
-    if config.form == "wide":  # persistent
-        blocks = min(blocks, kernel.resident())
     maps = (tensor_maps.of(a, config.block_m), tensor_maps.of(b, config.block_n))
     if config.form == "wide":
         maps += (tensor_maps.of(c, hopper_tiles.STORED_ROWS) if config.staged else maps[0],)
     a_scales, b_scales = ((s.data_ptr(), *s.stride()) for s in (a_scale, b_scale))
+    blocks = config.launched(m, n, kernel.resident())
     kernel.launch(blocks, *maps, *a_scales, *b_scales, c.data_ptr(), m, n, k)

@@ -118,80 +118,108 @@ __global__ void __launch_bounds__(384) fp8_matmul(
     }
 }
 
-// Few rows: weights stand where wgmma has its 64 rows, tokens where it has its columns. The blocks of a cluster share K;
-// each adds up a part of the tile that all of them send to it, always in the same order.
-template <typename A, typename B, typename T, int TOKENS, int WARPGROUPS, int SLOTS, int SPLITS>
+// Few rows: weights stand where wgmma has its 64 rows, of which WIDTH are used, tokens where it has its columns. The blocks of a
+// cluster share K. One block of K is multiplied while the sums of the one before are scaled, where registers allow for both.
+template <typename A, typename B, typename T, int TOKENS, int WARPGROUPS, int WIDTH, int SLOTS, int SPLITS>
 __global__ void __launch_bounds__(WARPGROUPS * 128 + 64) fp8_matmul_few(
     const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const float* a_scale, i64 as_row,
     i64 as_col, const float* b_scale, i64 bs_row, i64 bs_col, T* c, int m, int n, int k) {
-    constexpr int BN = WARPGROUPS * 64, SCALES = (BN + 127) / 128, B_BYTES = BN * BK, BYTES = B_BYTES + TOKENS * BK;
-    constexpr int THREADS = WARPGROUPS * 128 + 64;
-    using Tile = SharedTile<T, TOKENS, BN, SPLITS, THREADS>;
-    using cluster = Cluster<SPLITS>;
-    constexpr int COUNT = Tile::COUNT;
-    static_assert(Tile::OWN_BYTES <= SLOTS * BYTES, "the tile of c passes through the ring");
+    constexpr int BN = WARPGROUPS * WIDTH, B_BYTES = BN * BK, BYTES = B_BYTES + TOKENS * BK, THREADS = WARPGROUPS * 128 + 64;
+    constexpr bool ONE = 128 % WIDTH == 0;  // a warpgroup has one scale of b, else perhaps two
+    constexpr int SCALES = 128 % BN == 0 ? 1 : BN % 128 == 0 ? BN / 128 : BN / 128 + 2;  // that a tile may have
+    using Tile = SharedTile<T, TOKENS, WARPGROUPS, WIDTH, SPLITS, THREADS>;
+    constexpr int COUNT = Tile::COUNT, PARTS = 3 * COUNT + 48 <= 65536 / THREADS ? 2 : 1;
+    static_assert(SPLITS == 1 || Tile::OWN_BYTES <= SLOTS * BYTES, "the tile of c passes through the ring");
+    static_assert(SCALES <= 4, "notes of a slot");
     extern __shared__ __align__(1024) unsigned char memory[];
     __shared__ Arrival sent;
     TileRing<SLOTS, BYTES, TOKENS + 4> ring(memory, Tile::SENT_BYTES);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x % 32;
-    const int across = (n + BN - 1) / BN, tile = blockIdx.x / SPLITS, rank = cluster::rank();
-    const int left = tile % across * BN, first = tile / across * TOKENS, blocks = k / BK;
-    const int begin = blocks * rank / SPLITS, end = blocks * (rank + 1) / SPLITS;
+    const FewTiles<TOKENS, BN, SPLITS> tiles(m, n, k / BK);
     if (threadIdx.x == WARPGROUPS * 128) {
         ring.init(WARPGROUPS * 4);
         Tile::expect(sent);
         prefetch_map(a_map), prefetch_map(b_map);
     }
     __syncwarp();
-    cluster::begin();
+    Cluster<SPLITS>::begin();
     __syncthreads();
     take_over();
-    const int quad = lane % 4;
     float sums[COUNT] = {};
     if (warp == WARPGROUPS * 4) {
-        if (lane == 0)
-            for (int b = begin; b < end; ++b, ring.next()) {
-                Arrival& arrival = ring.ask();
-                load_tile(arrival, ring.tile(), b_map, b * BK, left);
-                load_tile(arrival, ring.tile() + B_BYTES, a_map, b * BK, first);
-            }
+        if (lane == 0) {
+            const u64 policy = once();
+            for (int t = tiles.start; t < tiles.count; t += tiles.stride)
+                tiles.each(t, [&](int b) {
+                    Arrival& arrival = ring.ask();
+                    load_tile_once(policy, arrival, ring.tile(), b_map, b * BK, tiles.left(t));
+                    load_tile(arrival, ring.tile() + B_BYTES, a_map, b * BK, tiles.first(t));
+                    ring.next();
+                });
+        }
         __syncwarp();
     } else if (warp > WARPGROUPS * 4) {
         constexpr int EACH = (TOKENS + 31) / 32;
-        const float* x[EACH];  // past the edges the last scale is read again; what it scales is not stored
+        for (int t = tiles.start; t < tiles.count; t += tiles.stride) {
+            const float* x[EACH];  // past the edges the last scale is read again; what it scales is not stored
 #pragma unroll
-        for (int q = 0; q < EACH; ++q) x[q] = a_scale + min(first + 32 * q + lane, m - 1) * as_row + begin * as_col;
-        const float* y = b_scale + min(left / 128 + lane % SCALES, (n - 1) / 128) * bs_row + begin * bs_col;
-        for (int b = begin; b < end; ++b, ring.next(), y += bs_col) {
-            ring.wait_until_free();
+            for (int q = 0; q < EACH; ++q) x[q] = a_scale + min(tiles.first(t) + 32 * q + lane, m - 1) * as_row;
+            const float* const y = b_scale + min(tiles.left(t) / 128 + lane % SCALES, (n - 1) / 128) * bs_row;
+            tiles.each(t, [&](int b) {
+                ring.wait_until_free();
 #pragma unroll
-            for (int q = 0; q < EACH; ++q, x[q - 1] += as_col)
-                if (32 * q + lane < TOKENS) ring.note(32 * q + lane, x[q]);
-            if (lane < SCALES) ring.note(TOKENS + lane, y);
-            ring.noted();
+                for (int q = 0; q < EACH; ++q)
+                    if (32 * q + lane < TOKENS) ring.note(32 * q + lane, x[q] + b * as_col);
+                if (lane < SCALES) ring.note(TOKENS + lane, y + b * bs_col);
+                ring.noted();
+                ring.next();
+            });
         }
     } else {
-        for (int b = begin; b < end; ++b, ring.next()) {
-            ring.wait();
-            const u64 rows = tile_descriptor(ring.tile() + warpgroup * 64 * BK);
-            const u64 columns = tile_descriptor(ring.tile() + B_BYTES);
-            float part[COUNT];
-            product_begin(part);
+        float parts[PARTS][COUNT];
+        for (int t = tiles.start; t < tiles.count; t += tiles.stride) {
+            const int own = tiles.left(t) % 128 + warpgroup * WIDTH, row = ONE ? 0 : warp % 4 * 16 + lane / 4, quad = lane % 4;
+            const int scale0 = TOKENS + (own + row) / 128, scale8 = ONE ? scale0 : TOKENS + (own + row + 8) / 128;
+            auto ahead = ring;
+            const auto multiply = [&](float(&part)[COUNT]) {
+                ahead.wait();
+                const u64 rows = tile_descriptor(ahead.tile() + warpgroup * WIDTH * BK);
+                const u64 columns = tile_descriptor(ahead.tile() + B_BYTES);
+                product_begin(part);
 #pragma unroll
-            for (int s = 0; s < STEPS; ++s) Product<B, A, TOKENS>::add(part, rows + 2 * s, columns + 2 * s, s);
-            product_commit();
-            const float weight = ring.notes()[TOKENS + warpgroup / 2];
-            product_end(part);
+                for (int s = 0; s < STEPS; ++s) Product<B, A, TOKENS>::add(part, rows + 2 * s, columns + 2 * s, s);
+                product_commit();
+                ahead.next();
+            };
+            const auto promote = [&](float(&part)[COUNT]) {
+                pin(part);
+                const float weight0 = ring.notes()[scale0], weight8 = ONE ? weight0 : ring.notes()[scale8];
 #pragma unroll
-            for (int g = 0; g < COUNT; g += 4) {
-                const float2 two = *reinterpret_cast<const float2*>(ring.notes() + g * 2 + quad * 2);
-                const float x = two.x * weight, y = two.y * weight;
-                sums[g] += part[g] * x, sums[g + 1] += part[g + 1] * y;
-                sums[g + 2] += part[g + 2] * x, sums[g + 3] += part[g + 3] * y;
-            }
-            ring.release();
+                for (int g = 0; g < COUNT; g += 4) {
+                    const float2 two = *reinterpret_cast<const float2*>(ring.notes() + g * 2 + quad * 2);
+                    sums[g] += part[g] * (two.x * weight0), sums[g + 1] += part[g + 1] * (two.y * weight0);
+                    sums[g + 2] += part[g + 2] * (two.x * weight8), sums[g + 3] += part[g + 3] * (two.y * weight8);
+                }
+                ring.release();
+                ring.next();
+            };
+#pragma unroll
+            for (int r = 0; r < COUNT; ++r) sums[r] = 0.0f;
+            int b = 0;
+            if constexpr (PARTS == 2)
+                for (; b + 1 < tiles.slots; b += 2) {
+                    multiply(parts[0]), multiply(parts[1]);
+                    product_wait<1>(), promote(parts[0]);
+                    product_wait<0>(), promote(parts[1]);
+                }
+            for (; b < tiles.slots; ++b) multiply(parts[0]), product_wait<0>(), promote(parts[0]);
+            if constexpr (SPLITS == 1)
+                store_columns<WIDTH>(sums, c, tiles.first(t), tiles.left(t) + warpgroup * WIDTH, m, n);
         }
     }
-    __syncthreads();  // all have let go of the ring
-    Tile::store(sums, reinterpret_cast<float*>(ring.tiles), ring.behind(), sent, c, first, left, m, n);
+    if constexpr (SPLITS > 1) {
+        __syncthreads();  // all have let go of the ring
+        Tile::store(sums, reinterpret_cast<float*>(ring.tiles), ring.behind(), sent, c, tiles.first(tiles.start),
+                    tiles.left(tiles.start), m, n);
+    }
 }

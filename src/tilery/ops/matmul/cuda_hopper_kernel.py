@@ -3,6 +3,7 @@
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,24 +15,26 @@ from tilery.spec import Artifact, TensorSpec, Work, dtype_name
 archs = ("sm_90",)
 
 _SOURCE = Path(__file__).with_name("hopper.cu")
-_WIDTHS = (*hopper_tiles.NARROW, 128, 192, 256)
+_MANY = 1024  # rows, from which on tiles share b
+_WIDTHS = (*hopper_tiles.NARROW, 128, 160, 192, 224, 256)
 _FORMS = {
-    "wide": {"block_m": (128,), "block_n": _WIDTHS, "splits": (1,), "depth": (1,), "share": (1, 2)},
+    "wide": {"block_m": (128,), "block_n": _WIDTHS, "splits": (1, 2), "share": (1, 2)},
     "few": {
         "block_m": hopper_tiles.FEW_ROWS,
         "block_n": hopper_tiles.FEW_COLUMNS,
         "splits": hopper_tiles.SPLITS,
-        "depth": (1, 2),
         "share": (1,),
     },
 }
-_FEW = {"depth": 2}
 
 
 @dataclass(frozen=True)
 class Config(hopper_tiles.Config):
-    depth: int = 1  # times 64 of K in a slot; of the few form
     share: int = 1  # blocks of a cluster that fetch b for each other; of the wide form
+
+    @property
+    def depth(self) -> int:  # type: ignore[override]
+        return 2 if self.form == "few" else 1
 
 
 def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str | None:
@@ -43,19 +46,29 @@ def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str |
     weight = b._replace(shape=b.shape[::-1], strides=b.strides[::-1])
     if why := tensor_maps.refusal("a", a) or tensor_maps.refusal("b", weight):
         return why
-    return hopper_tiles.refusal(config, _FORMS, b.shape[1], a.dtype.itemsize, a.device) if config else None
+    if config is None:
+        return None
+    if why := hopper_tiles.refusal(config, _FORMS, b.shape[1], a.dtype.itemsize, a.device):
+        return why
+    if config.form == "wide" and config.splits > 1 and a.shape[1] < 128 * config.splits:
+        return f"K must be at least {128 * config.splits} for {config.splits} blocks to share it, got {a.shape[1]}"
+    return None
 
 
 def default(a: TensorSpec, b: TensorSpec) -> Config:
     (m, k), n = a.shape, b.shape[1]
-    wide = {"staged": n % 8 == 0, "share": 2 if m > 128 else 1}
-    return hopper_tiles.default(Config, m, n, k // 128, _WIDTHS, wide, _FEW)
+    wide = {"staged": n % 8 == 0} | ({"share": 2, "group": 4} if m > _MANY else {})
+    return hopper_tiles.default(Config, m, n, k // 128, _WIDTHS, 0, wide)
 
 
 def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
-    m = a.shape[0]
-    wide = [{"staged": staged, "share": s} for s in ((1, 2) if m > 128 else (1,)) for staged in (True, False)]
-    found = [default(a, b), *hopper_tiles.candidates(Config, m, _WIDTHS, wide, _FEW)]
+    (m, k), n = a.shape, b.shape[1]
+    wide: list[dict[str, Any]] = [
+        {"staged": staged, "share": s} for s in ((1, 2) if m > 128 else (1,)) for staged in (True, False)
+    ]
+    if m <= _MANY:
+        wide.append({"splits": 2})
+    found = [default(a, b), *hopper_tiles.candidates(Config, m, n, k // 128, _WIDTHS, wide)]
     return [c for c in dict.fromkeys(found) if refusal(a, b, c) is None]
 
 
@@ -67,10 +80,10 @@ def estimate(a: TensorSpec, b: TensorSpec, config: Config) -> Work:
 def _kernel(dtype: torch.dtype, config: Config) -> cuda_glue.Kernel:
     c, of = config, cuda_glue.TYPES[dtype]
     if c.form == "wide":
-        sizes = f"{c.block_n}, {c.stages}, {c.group}, {c.share}, {str(c.staged).lower()}"
+        sizes = f"{c.block_n}, {c.stages}, {c.group}, {c.share}, {c.splits}, {str(c.staged).lower()}"
         name, parameters = f"hopper_matmul<{of}, {sizes}>", "TTTPiii"
     else:
-        sizes = f"{c.block_m}, {c.block_n // 64}, {c.depth}, {c.stages}, {c.splits}"
+        sizes = f"{c.block_m}, {c.warpgroups}, {c.width}, {c.stages}, {c.splits}"
         name, parameters = f"hopper_matmul_few<{of}, {sizes}>", "TTPiii"
     return cuda_glue.Kernel(_SOURCE, name, parameters, c.threads, c.shared, c.cluster, early=True)
 
@@ -86,10 +99,7 @@ def run(outs, args, config: Config) -> None:
         c.zero_()  # there is no map of nothing
         return
     kernel = _kernel(a.dtype, config)
-    blocks = config.blocks(m, n)
-    if config.form == "wide":  # persistent
-        blocks = min(blocks, kernel.resident() // config.share * config.share)
     maps = (tensor_maps.of(a, config.block_m), tensor_maps.of(b.t(), config.block_n // config.share))
     if config.form == "wide":
         maps += (tensor_maps.of(c, hopper_tiles.STORED_ROWS) if config.staged else maps[0],)
-    kernel.launch(blocks, *maps, c.data_ptr(), m, n, k)
+    kernel.launch(config.launched(m, n, kernel.resident()), *maps, c.data_ptr(), m, n, k)

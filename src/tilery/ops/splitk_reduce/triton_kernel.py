@@ -33,7 +33,7 @@ def _reduce(
 ):  # fmt: skip
     row, start, cols, mask = piece(n, BLOCK, PLACE)
     part_ptr += row * row_stride + start
-    step = part_stride.to(tl.int64)  # part * stride overflows int32 past 2**31 elements
+    step = tl.cast(part_stride, tl.int64)  # part * stride overflows int32 past 2**31 elements
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, parts, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
