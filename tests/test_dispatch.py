@@ -82,7 +82,7 @@ def test_bad_input_is_named(call, message):
 
 def test_another_kernels_config_is_refused():
     other = matmul.kernel("numba").Config
-    config = next(iter(matmul.kernel("numba").configs(*matmul.specs((A, B)))))
+    config = next(iter(matmul.kernel("numba").configs(*matmul.specs((A, B, "ieee")))))
     assert isinstance(config, other)
     with pytest.raises(BadInput, match="rms_norm: config must be numba's Config"):
         rms_norm(X, W, backend="numba", config=config)
@@ -209,7 +209,7 @@ def test_which_code_serves_which_card(built, present, runs):
 def test_buckets_group_what_one_config_may_serve():
     def bucket(m, n, k, trans):
         b = TensorSpec((k, n), (1, k) if trans else (n, 1), torch.bfloat16, torch.device("cuda", 0), True)
-        return matmul.bucket(TensorSpec.contiguous((m, k), torch.bfloat16, "cuda:0"), b)
+        return matmul.bucket(TensorSpec.contiguous((m, k), torch.bfloat16, "cuda:0"), b, "ieee")
 
     assert bucket(5, 8, 16, True) == Bucket("n=8,k=16,bf16,nt", {"m": 5})
     assert bucket(5, 8, 16, True).exact == bucket(900, 8, 16, True).exact != bucket(5, 8, 16, False).exact

@@ -23,7 +23,7 @@ B = TensorSpec.contiguous((K, N), torch.float32, "cpu")
 
 
 def specs(m=M):
-    return TensorSpec.contiguous((m, K), torch.float32, "cpu"), B
+    return TensorSpec.contiguous((m, K), torch.float32, "cpu"), B, "ieee"
 
 
 BUCKET = matmul.bucket(*specs())
@@ -99,7 +99,7 @@ def test_the_fastest_in_the_bucket_wins_unless_it_refuses(store, monkeypatch):
     store([entry(dataclasses.asdict(slow), ms=2.0), entry(dataclasses.asdict(fast), ms=1.0)])
     assert plan().config == fast
     monkeypatch.setattr(
-        matmul.kernel("numba"), "refusal", lambda a, b, config=None: "strides" if config == fast else None
+        matmul.kernel("numba"), "refusal", lambda *specs, config=None: "strides" if config == fast else None
     )
     assert plan().config == slow
 

@@ -1,9 +1,12 @@
 """Products with an epilogue: what the conformance test does not ask of them."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tilery import backends
 from tilery.errors import BadInput, NoBackend, NoBackward, Wrong
 from tilery.op import REGISTRY
 from tilery.ops import linear, linear_silu_mul, matmul, matmul_add, silu_mul
@@ -31,6 +34,8 @@ A, B, C = torch.randn(4, 8), torch.randn(8, 6), torch.randn(4, 6)
         (lambda: linear(X.transpose(0, 1), W), "x must have its rows evenly spaced"),
         (lambda: linear(X, torch.randn(12, 16)[::2, ::2]), "weight must have stride 1 along one dimension"),
         (lambda: linear_silu_mul(X, W[:5]), r"weight must be \[2N, K\], .*, got \[5, 8\]"),
+        (lambda: matmul(A, B, precision="fast"), "precision must be one of ieee, tf32, got 'fast'"),
+        (lambda: matmul(A.half(), B.half(), "tf32"), "precision tf32 is a way to multiply fp32, got fp16"),
         (lambda: matmul_add(A, B, C[:3]), r"c must be fp32\[4, 6\] as a · b is, got fp32\[3, 6\]"),
         (lambda: matmul_add(A, B, BIAS.expand(4, 6)), "c must not be expanded"),
     ],
@@ -88,12 +93,25 @@ def test_dot_products_refuse_many_rows():
         linear(torch.randn(97, 8), W, backend="numba", config=Config(0, 0, parallel=False))
 
 
-@pytest.mark.parametrize("name", ["linear", "linear_silu_mul", "matmul_add"])
+@pytest.mark.parametrize("name", ["matmul", "linear", "linear_silu_mul", "matmul_add"])
 def test_only_tf32_may_be_as_rough_as_tf32(name):
     op = REGISTRY[name]
     specs = {p: specs_for(op, case(m=4, n=8, k=8, dtype="fp32", precision=p), "cpu") for p in products.PRECISIONS}
     assert op.tolerance(specs["ieee"])[torch.float32] < 1e-5 < 3e-4 < op.tolerance(specs["tf32"])[torch.float32]
-    assert op.bucket(*specs["ieee"]) != op.bucket(*specs["tf32"])
+    plain, rough = (op.bucket(*specs[p]) for p in products.PRECISIONS)
+    assert rough == plain._replace(exact=f"{plain.exact},tf32")
+
+
+@pytest.mark.parametrize("name", ["matmul", "linear", "linear_silu_mul", "matmul_add"])
+def test_triton_multiplies_in_tf32_where_it_is_asked_for(name, compiler):
+    if why := backends.missing("triton"):
+        pytest.skip(why)
+    op, found = REGISTRY[name], {}
+    for precision in products.PRECISIONS:
+        specs = specs_for(op, case(m=128, n=64, k=64, dtype="fp32", precision=precision))
+        code = compiler.compile(name, "triton", specs, "sm_90").code["ptx"]
+        found[precision] = bool(re.search(r"mma\S*\.tf32", code))
+    assert found == {"ieee": False, "tf32": True}
 
 
 def test_what_is_rounded_to_tf32_fails_where_it_was_not_asked_for(monkeypatch):

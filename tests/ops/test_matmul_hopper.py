@@ -44,6 +44,30 @@ def test_takes_what_tma_can_fetch(more, said):
 
 
 @pytest.mark.parametrize(
+    ("arch", "more", "refused"),
+    [
+        ("sm_90", {}, None),
+        ("sm_90", {"m": 1}, None),
+        ("sm_90", {"dtype": "fp32"}, "would round fp32 to tf32"),
+        ("sm_90", {"dtype": "fp32", "precision": "tf32"}, "wgmma takes fp16 and bf16"),
+        ("sm_90", {"layout_b": "contiguous"}, "K contiguous"),
+        ("sm_90", {"k": 1020}, "16 bytes"),
+        ("sm_80", {}, "builds for sm_90, and cuda:0 is sm_80"),
+    ],
+)
+def test_is_the_first_that_a_gpu_is_asked_and_the_others_take_what_it_refuses(arch, more, refused, monkeypatch):
+    monkeypatch.setattr(device, "name", lambda where: "a GPU that nothing is tuned for")
+    if refused is not None and (why := backends.missing("triton")):
+        pytest.skip(why)
+    with device.pretend(arch):
+        plan = matmul.plan(specs(**more))
+    if refused is None:
+        assert (plan.kernel, plan.source, list(plan.refusals)) == ("cuda.hopper", "default", ["numba"])
+    else:
+        assert plan.kernel == "triton" and refused in plan.refusals["cuda.hopper"]
+
+
+@pytest.mark.parametrize(
     ("config", "said"),
     [
         (
@@ -139,9 +163,9 @@ def test_launches_as_planned(m, config, blocks, boxes, monkeypatch):
     monkeypatch.setattr(cuda_glue.Kernel, "resident", lambda self: 132)
     monkeypatch.setattr(tensor_maps, "of", lambda x, rows: asked.append((list(x.shape), rows)) or (x.data_ptr(), rows))
     n, k = 264, 256
-    a, b = matmul.complete((), matmul.inputs(m=m, n=n, k=k, device="cpu"))
+    args = matmul.complete((), matmul.inputs(m=m, n=n, k=k, device="cpu"))
     c = torch.empty(m, n, dtype=torch.bfloat16)
-    kernel.run((c,), (a, b), config)
+    kernel.run((c,), args, config)
     ((made, (grid, *maps, pointer, rows, columns, depth)),) = launched
     assert (grid, pointer, rows, columns, depth) == (blocks, c.data_ptr(), m, n, k)
     assert (made.threads, made.shared, made.cluster) == (config.threads, config.shared, config.splits * config.share)
@@ -152,5 +176,5 @@ def test_launches_as_planned(m, config, blocks, boxes, monkeypatch):
 def test_a_sum_of_nothing_is_zero_and_needs_no_map():
     c = torch.full((3, 4), float("nan"), dtype=torch.bfloat16)
     a, b = torch.empty(3, 0, dtype=torch.bfloat16), torch.empty(4, 0, dtype=torch.bfloat16).t()
-    kernel.run((c,), (a, b), Config("few", 8, 64, 4))
+    kernel.run((c,), matmul.complete((a, b), {}), Config("few", 8, 64, 4))
     assert not c.any()

@@ -70,5 +70,5 @@ def test_source_of_a_cuda_kernel_holds_its_cu_file():
 
 def test_specs_are_those_of_the_inputs():
     op = REGISTRY["matmul"]
-    a, b = workbench.specs_for(op, op.cases["test"][0])
+    a, b, _ = workbench.specs_for(op, op.cases["test"][0])
     assert a.device == torch.device("cuda", 0) and a.shape == (128, 192) and b.strides == (1, 192)

@@ -63,8 +63,8 @@ def measure(given: Unit, progress: timing.Progress = lambda arm, what: None) -> 
         yield row
 
 
-def _call(step: Step) -> Callable[[Tensor, Tensor], Tensor]:
-    def call(a: Tensor, b: Tensor) -> Tensor:
+def _call(step: Step) -> Callable[..., Tensor]:
+    def call(a: Tensor, b: Tensor, precision: str) -> Tensor:
         c = a.new_empty(a.shape[0], b.shape[1])
         step.run(a, b, c)
         return c
@@ -78,24 +78,24 @@ def _checked(
     """All of them on the same fresh data, each into a poisoned output."""
     op, seed = product(), random.randrange(2**31)
     progress("", "computing the reference")
-    a, b = bench.drawn(op, case, where, seed)
-    specs = op.specs((a, b))
+    args = bench.drawn(op, case, where, seed)
+    a, b, _ = specs = op.specs(args)
     op.validate(specs)
-    (right,) = reference(op, (a, b))
+    (right,) = reference(op, args)
     for name, step in steps.items():
         progress(name, "checking")
         row = Row(OP, name, str(case), "pass", device=device.name(where))
-        if why := step.refusal(*specs):
+        if why := step.refusal(a, b):
             row.status, row.reason = "refused", why
         else:
-            _judge(row, step, a, b, right, seed)
+            _judge(row, step, args, right, seed)
         yield name, row
 
 
-def _judge(row: Row, step: Step, a: Tensor, b: Tensor, right: Tensor, seed: int) -> None:
+def _judge(row: Row, step: Step, args: tuple[Any, ...], right: Tensor, seed: int) -> None:
     """Whatever it raises is its row's; a spoilt context shows at the next `progress`."""
-    op = product()
-    specs = op.specs((a, b))
+    op, (a, b, _) = product(), args
+    specs = op.specs(args)
     c = poisoned(op.outputs(*specs)[0])
     try:
         step.run(a, b, c)

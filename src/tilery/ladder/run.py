@@ -85,8 +85,8 @@ def _compile_all(names: list[str], case: Case, recorder: Recorder, say: Callable
 def _compiled(rung: Rung | Shipped, case: Case, arch: str) -> Artifact | tuple[str, str]:
     """What a compiler made of it, or the row's status and reason."""
     op = product()
-    a, b = specs_for(op, case)
-    op.validate((a, b))
+    a, b, _ = specs = specs_for(op, case)
+    op.validate(specs)
     with device.pretend(arch):
         if why := rung.refusal(a, b):
             return "refused", why

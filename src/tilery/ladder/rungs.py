@@ -43,6 +43,11 @@ def product() -> Op:
     return REGISTRY["matmul"]
 
 
+def complete(a: Any, b: Any) -> tuple[Any, ...]:
+    """The contract's arguments, of tensors or of specs: rungs have no say in the rest."""
+    return product().complete((a, b), {})
+
+
 @dataclass(frozen=True)
 class Rung:
     """A .cu file of this folder with one kernel: c [m, n] = a [m, k] · b [k, n], b's columns contiguous, in bf16."""
@@ -122,16 +127,17 @@ class Shipped:
         return archs
 
     def refusal(self, a: TensorSpec, b: TensorSpec) -> str | None:
-        return dispatch.refusal(product(), SHIPPED, (a, b))
+        return dispatch.refusal(product(), SHIPPED, complete(a, b))
 
     def compile(self, a: TensorSpec, b: TensorSpec, arch: str) -> Artifact:
-        kernel = product().kernel(SHIPPED)
+        kernel, specs = product().kernel(SHIPPED), complete(a, b)
         with device.pretend(arch):
-            made: Artifact = kernel.compile((a, b), kernel.default(a, b), arch)
+            made: Artifact = kernel.compile(specs, kernel.default(*specs), arch)
         return made
 
     def run(self, a: Tensor, b: Tensor, c: Tensor) -> None:
-        product().plan(product().specs((a, b)), SHIPPED).launch((c,), (a, b))
+        args = complete(a, b)
+        product().plan(product().specs(args), SHIPPED).launch((c,), args)
 
 
 def _ring(stages: int, rows: int, barriers: int = 0) -> int:

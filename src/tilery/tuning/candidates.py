@@ -70,7 +70,9 @@ def specs_of(problem: Problem) -> tuple[Any, ...]:
 
 
 def dtype_of(specs: tuple[Any, ...]) -> str:
-    """By which a peak is chosen: that of the first tensor of floats."""
+    """By which a peak is chosen: that of the first tensor of floats, or tf32 where that is asked for."""
+    if "tf32" in specs:
+        return "tf32"
     floats = (s.dtype for s in specs if isinstance(s, TensorSpec) and s.dtype.is_floating_point)
     return next(map(dtype_name, floats), "fp32")
 

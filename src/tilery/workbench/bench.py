@@ -75,7 +75,8 @@ def measure(unit: Unit, progress: timing.Progress = lambda arm, what: None) -> I
             yield row
     progress("", "drawing inputs")  # what fails from here on is no arm's fault
     sets = input_sets(op, lambda seed: drawn(op, unit.case, where, seed), where, unit.cold)
-    cost, dtype = op.cost(*op.specs(sets[0])), str(unit.case.params.get("dtype", "fp32"))
+    cost, params = op.cost(*op.specs(sets[0])), unit.case.params
+    dtype = "tf32" if params.get("precision") == "tf32" else str(params.get("dtype", "fp32"))
     roof = ceilings.ceilings(where)
     arms = {name: _arm(op, name, sets, row) for name, row in good.items()}
     if BASE in arms:

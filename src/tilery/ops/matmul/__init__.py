@@ -6,11 +6,10 @@ from torch import Tensor
 from tilery import inputs as draw
 from tilery.errors import require
 from tilery.op import op
+from tilery.parts import products
+from tilery.parts.products import ALLOWED, Product
 from tilery.peers import baselines, load
 from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
-
-# fp32 is true fp32: tf32 would give 3e-4. One running fp32 sum of 2**14 products gives 2.2e-6.
-ALLOWED = {torch.float32: 5e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 # Refusals that several cases declare: tensor cores round fp32, TMA wants rows on 16 bytes, one kernel wants K in rows.
 TF32 = {"gluon": "tf32", "tilelang": "tf32", "cuda.hopper": "tf32"}
@@ -23,7 +22,7 @@ def layout(x: Any) -> str:
     return "n" if x.stride(1) == 1 or (x.shape[1] == 1 and x.stride(0) != 1) else "t"
 
 
-def check(a: TensorSpec, b: TensorSpec) -> None:
+def check(a: TensorSpec, b: TensorSpec, precision: str) -> None:
     for name, x in (("a", a), ("b", b)):
         require(x.dtype in ALLOWED, f"{name} must be {', '.join(map(dtype_name, ALLOWED))}, got {dtype_name(x.dtype)}")
         require(len(x.shape) == 2, f"{name} must be a matrix, got shape {list(x.shape)}")
@@ -36,38 +35,49 @@ def check(a: TensorSpec, b: TensorSpec) -> None:
         a.shape[1] == b.shape[0],
         f"a [M, K] and b [K, N] must agree in K, got {list(a.shape)} and {list(b.shape)}",
     )
+    products.check_precision(precision, a.dtype)
 
 
-def outputs(a: TensorSpec, b: TensorSpec) -> tuple[TensorSpec, ...]:
+def outputs(a: TensorSpec, b: TensorSpec, precision: str) -> tuple[TensorSpec, ...]:
     return (TensorSpec.contiguous((a.shape[0], b.shape[1]), a.dtype, a.device),)
 
 
-def cost(a: TensorSpec, b: TensorSpec) -> Cost:
-    (m, k), n = a.shape, b.shape[1]
-    return Cost(flops=2 * m * n * k, reads=a.nbytes + b.nbytes, writes=m * n * a.dtype.itemsize)
+def cost(a: TensorSpec, b: TensorSpec, precision: str) -> Cost:
+    return products.cost(a.shape[0], b.shape[1], a.shape[1], a, b)
 
 
-def bucket(a: TensorSpec, b: TensorSpec) -> Bucket:
+def bucket(a: TensorSpec, b: TensorSpec, precision: str) -> Bucket:
     (m, k), n = a.shape, b.shape[1]
-    return Bucket(exact=f"n={n},k={k},{dtype_name(a.dtype)},{layout(a)}{layout(b)}", scaled={"m": m})
+    exact = f"n={n},k={k},{dtype_name(a.dtype)},{layout(a)}{layout(b)}"
+    return Bucket(exact=exact + (",tf32" if precision == "tf32" else ""), scaled={"m": m})
 
 
 def inputs(
     m: int, n: int, k: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none",
-    layout_b: str = "transposed",
+    layout_b: str = "transposed", precision: str = "ieee",
     device: str = "cuda", seed: int = 0,
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """`layout` is a's; b is w.T of a weight w [N, K] unless said otherwise."""
     g = draw.generator(seed, device)
     a = draw.matrix(m, k, dtype, g, layout, special)
     b = draw.matrix(k, n, dtype, g, layout_b)
-    return {"a": a, "b": b}
+    return {"a": a, "b": b, "precision": precision}
+
+
+def product(outs: Any, a: Any, b: Any, precision: str) -> Product:
+    return products.of_matmul(outs, a, b, precision=precision)
+
+
+def _torch(a: Tensor, b: Tensor, precision: str) -> Tensor:
+    return torch.matmul(a, b)
 
 
 @op(
-    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
-    kernels=("numba", "triton", "gluon", "tilelang", "cutile", "cuda", "cuda.hopper", "cupy", "numba_cuda"),
-    baselines=baselines(torch=torch.matmul, tilegym=lambda a, b: load("tilegym.ops").matmul(a, b)),
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=products.allowed,
+    kernels=("numba", "cuda.hopper", "triton", "gluon", "tilelang", "cutile", "cuda", "cupy", "numba_cuda"),
+    baselines=baselines(
+        torch=products.peer(_torch), tilegym=lambda a, b, precision: load("tilegym.ops").matmul(a, b)
+    ),
     model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears()],
     cases={
         "test": [
@@ -93,11 +103,16 @@ def inputs(
             case(m=32, n=64, k=64, dtype="bf16", special="nan"),
             case(m=32, n=64, k=64, dtype="fp32", special="inf", refused_by=TF32),
             case(m=32, n=64, k=64, dtype="fp16", special="inf"),
+            case(m=64, n=72, k=96, dtype="fp32", precision="tf32", refused_by=TF32),
+            case(m=33, n=65, k=97, dtype="fp32", precision="tf32", refused_by=TF32),
         ],
         "bench": [case(m=m, n=n, k=4096, dtype="bf16") for m, n in ((16, 4096), (4096, 4096), (4096, 14336))],
         "bench_cpu": [case(m=1024, n=1024, k=1024, dtype="fp32"), case(m=1024, n=1024, k=1024, dtype="bf16")],
     },
 )  # fmt: skip
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Matrix product: c = a · b; a [M, K], b [K, N], c [M, N]; each of a and b row- or column-major (b may be w.T)."""
+def matmul(a: Tensor, b: Tensor, precision: str = "ieee") -> Tensor:
+    """Matrix product: c = a · b; a [M, K], b [K, N], c [M, N]; each of a and b row- or column-major (b may be w.T).
+
+    precision tf32 lets tensor cores round fp32 to 11 bits.
+    """
     return a @ b

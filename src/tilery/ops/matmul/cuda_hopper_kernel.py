@@ -37,7 +37,7 @@ class Config(hopper_tiles.Config):
         return 2 if self.form == "few" else 1
 
 
-def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str | None:
+def refusal(a: TensorSpec, b: TensorSpec, precision: str, config: Config | None = None) -> str | None:
     if a.dtype not in (torch.float16, torch.bfloat16):
         return f"wgmma takes fp16 and bf16, and would round {dtype_name(a.dtype)} to tf32"
     for name, x, along in (("a", a, 1), ("b", b, 0)):
@@ -55,24 +55,24 @@ def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str |
     return None
 
 
-def default(a: TensorSpec, b: TensorSpec) -> Config:
+def default(a: TensorSpec, b: TensorSpec, precision: str) -> Config:
     (m, k), n = a.shape, b.shape[1]
     wide = {"staged": n % 8 == 0} | ({"share": 2, "group": 4} if m > _MANY else {})
     return hopper_tiles.default(Config, m, n, k // 128, _WIDTHS, 0, wide)
 
 
-def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
+def configs(a: TensorSpec, b: TensorSpec, precision: str) -> list[Config]:
     (m, k), n = a.shape, b.shape[1]
     wide: list[dict[str, Any]] = [
         {"staged": staged, "share": s} for s in ((1, 2) if m > 128 else (1,)) for staged in (True, False)
     ]
     if m <= _MANY:
         wide.append({"splits": 2})
-    found = [default(a, b), *hopper_tiles.candidates(Config, m, n, k // 128, _WIDTHS, wide)]
-    return [c for c in dict.fromkeys(found) if refusal(a, b, c) is None]
+    found = [default(a, b, precision), *hopper_tiles.candidates(Config, m, n, k // 128, _WIDTHS, wide)]
+    return [c for c in dict.fromkeys(found) if refusal(a, b, precision, c) is None]
 
 
-def estimate(a: TensorSpec, b: TensorSpec, config: Config) -> Work:
+def estimate(a: TensorSpec, b: TensorSpec, precision: str, config: Config) -> Work:
     return tiled_product(a, b, config.block_m, config.block_n, config.splits)
 
 
@@ -93,7 +93,7 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 
 def run(outs, args, config: Config) -> None:
-    (a, b), c = args, outs[0]
+    (a, b, _), c = args, outs[0]
     (m, k), n = a.shape, b.shape[1]
     if k == 0:
         c.zero_()  # there is no map of nothing

@@ -45,7 +45,7 @@ _SINGLE = [
 ]
 
 
-def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str | None:
+def refusal(a: TensorSpec, b: TensorSpec, precision: str, config: Config | None = None) -> str | None:
     if config is None:
         return None
     blocks = config.block_m, config.block_n, config.block_k
@@ -60,7 +60,7 @@ def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str |
     return None
 
 
-def default(a: TensorSpec, b: TensorSpec) -> Config:
+def default(a: TensorSpec, b: TensorSpec, precision: str) -> Config:
     m, n = a.shape[0], b.shape[1]
     if a.dtype == torch.float32:
         return _SINGLE[3] if m * n >= 2**21 else _SINGLE[1]
@@ -69,11 +69,11 @@ def default(a: TensorSpec, b: TensorSpec) -> Config:
     return _HALF[5] if m * n >= 2**21 else _HALF[2]  # 128 tiles of 128 x 128: enough for a large GPU
 
 
-def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
+def configs(a: TensorSpec, b: TensorSpec, precision: str) -> list[Config]:
     return list(_SINGLE if a.dtype == torch.float32 else _HALF)
 
 
-def estimate(a: TensorSpec, b: TensorSpec, config: Config) -> Work:
+def estimate(a: TensorSpec, b: TensorSpec, precision: str, config: Config) -> Work:
     return tiled_product(a, b, config.block_m, config.block_n)
 
 
@@ -105,7 +105,7 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 
 def run(outs, args, config: Config) -> None:
-    a, b = args
+    a, b, _ = args
     (m, k), n = a.shape, b.shape[1]
     a_stride, *a_layout = _operand(a, "n")
     b_stride, *b_layout = _operand(b, "t")

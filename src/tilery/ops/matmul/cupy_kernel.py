@@ -65,7 +65,7 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 
 def run(outs, args, config: Config) -> None:
-    a, b = args
+    a, b, _ = args
     (m, k), n = a.shape, b.shape[1]
     arguments = (a.data_ptr(), b.data_ptr(), outs[0].data_ptr(), m, n, k, *a.stride(), *b.stride())
     cupy_glue.launch(_SOURCE, _name(a, config), config.blocks(m, n), config.threads, arguments)

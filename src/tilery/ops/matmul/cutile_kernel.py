@@ -49,31 +49,31 @@ _FLOAT = (
 )
 
 
-def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str | None:
+def refusal(a: TensorSpec, b: TensorSpec, precision: str, config: Config | None = None) -> str | None:
     for name, x in (("a", a), ("b", b)):
         if max(*x.shape, *x.strides) >= 2**31:
             return f"sizes and strides must be below 2**31, which TMA's loads ask for, got {name} {x}"
-    c = config or default(a, b)
+    c = config or default(a, b, precision)
     if c.num_ctas not in (1, 2, 4, 8, 16):
         return f"num_ctas must be a power of two up to 16, got {c.num_ctas}"
     why = cutile_glue.hint_refusal(c.num_worker_warps, tile_m=c.tile_m, tile_n=c.tile_n, tile_k=c.tile_k)
     return why or cutile_glue.grid_refusal(_tiles(a, b, c))
 
 
-def default(a: TensorSpec, b: TensorSpec) -> Config:
+def default(a: TensorSpec, b: TensorSpec, precision: str) -> Config:
     """The largest tile that a fills and that cuts c into enough tiles for the processors of a large GPU."""
     found = [c for c in _candidates(a, b) if c.num_ctas == 1]  # whether two thread blocks a tile pay, a tuner says
     fitting = [c for c in found if c.tile_m < 2 * a.shape[0] and _tiles(a, b, c) >= 120]
     return fitting[0] if fitting else found[-1]
 
 
-def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
+def configs(a: TensorSpec, b: TensorSpec, precision: str) -> list[Config]:
     m = a.shape[0]
     near = [c for c in _candidates(a, b) if c.tile_m < 8 * max(m, 16) and min(m, 4096) <= 64 * c.tile_m]
-    return [c for c in near if refusal(a, b, c) is None]
+    return [c for c in near if refusal(a, b, precision, c) is None]
 
 
-def estimate(a: TensorSpec, b: TensorSpec, config: Config) -> Work:
+def estimate(a: TensorSpec, b: TensorSpec, precision: str, config: Config) -> Work:
     return tiled_product(a, b, config.tile_m, config.tile_n, config.num_ctas)
 
 
@@ -135,11 +135,12 @@ def _launch(config: Config, processors: int, outs, a, b) -> Launch:
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return cutile_glue.compile(_launch(config, 1, outputs(*specs), *specs), arch)
+    a, b, _ = specs
+    return cutile_glue.compile(_launch(config, 1, outputs(*specs), a, b), arch)
 
 
 def run(outs, args, config: Config) -> None:
-    a, b = args
+    a, b, _ = args
     if a.shape[1] == 0:  # a sum of nothing; TMA cannot describe an empty array
         outs[0].zero_()
         return

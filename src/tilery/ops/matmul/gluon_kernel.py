@@ -33,7 +33,7 @@ class Config:
     group_m: int = 8  # tiles of a column band that run together and share b in L2
 
 
-def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str | None:
+def refusal(a: TensorSpec, b: TensorSpec, precision: str, config: Config | None = None) -> str | None:
     if a.dtype not in _ELEMENT:
         return f"wgmma takes fp16 and bf16, and would round {dtype_name(a.dtype)} to tf32"
     if not a.shape[1] or not b.shape[1]:
@@ -54,13 +54,13 @@ def _shared(config: Config) -> int:
     return 2 * (ring + config.block_m * config.block_n) + 1024
 
 
-def default(a: TensorSpec, b: TensorSpec) -> Config:
+def default(a: TensorSpec, b: TensorSpec, precision: str) -> Config:
     if a.shape[0] > 128:
         return Config(128, 256, 64, 3)
     return Config(64, 64, 128, 4)  # few rows: 18.6 µs at 16 × 4096 × 4096 on an H200, 128 wide 19.3, 32 wide 22.4
 
 
-def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
+def configs(a: TensorSpec, b: TensorSpec, precision: str) -> list[Config]:
     tiles = [
         (128, 256, 64),
         (128, 128, 64),
@@ -71,10 +71,10 @@ def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
         (64, 32, 128),
     ]
     found = [Config(*tile, stages) for tile in tiles for stages in (2, 3, 4, 6)]
-    return [c for c in found if refusal(a, b, c) is None]
+    return [c for c in found if refusal(a, b, precision, c) is None]
 
 
-def estimate(a: TensorSpec, b: TensorSpec, config: Config) -> Work:
+def estimate(a: TensorSpec, b: TensorSpec, precision: str, config: Config) -> Work:
     return tiled_product(a, b, config.block_m, config.block_n)
 
 
@@ -169,12 +169,13 @@ def _warps(config: Config) -> int:
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    arguments, constants = _arguments(outputs(*specs), *specs, config)
+    a, b, _ = specs
+    arguments, constants = _arguments(outputs(*specs), a, b, config)
     return gluon_glue.compile(_matmul, arguments, constants, {"num_warps": _warps(config)}, arch)
 
 
 def run(outs, args, config: Config) -> None:
-    a, b = args
+    a, b, _ = args
     if not a.shape[1]:  # TMA describes no empty tensor
         outs[0].zero_()
         return

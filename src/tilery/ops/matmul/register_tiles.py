@@ -34,22 +34,22 @@ _CONFIGS = (
 )
 
 
-def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str | None:
+def refusal(a: TensorSpec, b: TensorSpec, precision: str, config: Config | None = None) -> str | None:
     if config and config not in _CONFIGS:
         return f"the config must be one of {', '.join(map(str, _CONFIGS))}, got {config}"
     return None
 
 
-def default(a: TensorSpec, b: TensorSpec) -> Config:
+def default(a: TensorSpec, b: TensorSpec, precision: str) -> Config:
     m, n = a.shape[0], b.shape[1]
     if m <= 16:
         return _CONFIGS[0]
     return _CONFIGS[5] if m * n >= 2048 * 2048 else _CONFIGS[2]  # small tiles make more blocks
 
 
-def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
+def configs(a: TensorSpec, b: TensorSpec, precision: str) -> list[Config]:
     return list(_CONFIGS)
 
 
-def estimate(a: TensorSpec, b: TensorSpec, config: Config) -> Work:
+def estimate(a: TensorSpec, b: TensorSpec, precision: str, config: Config) -> Work:
     return tiled_product(a, b, config.block_m, config.block_n)

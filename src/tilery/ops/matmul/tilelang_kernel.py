@@ -38,7 +38,7 @@ _CONFIGS = (
 )
 
 
-def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str | None:
+def refusal(a: TensorSpec, b: TensorSpec, precision: str, config: Config | None = None) -> str | None:
     if a.dtype not in (torch.float16, torch.bfloat16):
         return f"T.gemm takes fp16 and bf16, and would round {dtype_name(a.dtype)} to tf32"
     if config is None:
@@ -53,7 +53,7 @@ def _shared(config: Config) -> int:
     return 2 * max(ring, config.block_m * config.block_n) + 1024
 
 
-def default(a: TensorSpec, b: TensorSpec) -> Config:
+def default(a: TensorSpec, b: TensorSpec, precision: str) -> Config:
     m, n = a.shape[0], b.shape[1]
     if m <= 128:
         return _CONFIGS[0 if m <= 16 else 1 if m <= 32 else 2]
@@ -61,12 +61,13 @@ def default(a: TensorSpec, b: TensorSpec) -> Config:
     return _CONFIGS[6 if device.arch(a.device) in ("sm_90", "sm_100") and m * n >= 2**22 else 4]
 
 
-def configs(a: TensorSpec, b: TensorSpec) -> list[Config]:
+def configs(a: TensorSpec, b: TensorSpec, precision: str) -> list[Config]:
     tall = a.shape[0] > 64
-    return [c for c in _CONFIGS if (c.block_m >= 64 if tall else c.block_m <= 64) and refusal(a, b, c) is None]
+    near = [c for c in _CONFIGS if (c.block_m >= 64 if tall else c.block_m <= 64)]
+    return [c for c in near if refusal(a, b, precision, c) is None]
 
 
-def estimate(a: TensorSpec, b: TensorSpec, config: Config) -> Work:
+def estimate(a: TensorSpec, b: TensorSpec, precision: str, config: Config) -> Work:
     return tiled_product(a, b, config.block_m, config.block_n)
 
 
@@ -120,17 +121,17 @@ def _constants(a, b, even: bool, config: Config):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    a, b = specs
+    a, b, _ = specs
     even = _even(a, a.aligned) and _even(b, b.aligned)
     return tilelang_glue.compile(_matmul, _constants(a, b, even, config), arch)
 
 
 def run(outs, args, config: Config) -> None:
-    a, b = args
+    a, b, _ = args
     if not a.shape[1]:  # there is no tile to describe
         outs[0].zero_()
         return
     even = _even(a, a.data_ptr() % 16 == 0) and _even(b, b.data_ptr() % 16 == 0)
     constants = _constants(a, b, even, config)
-    a, b = (x.t() if layout(x) == "t" else x for x in args)
+    a, b = (x.t() if layout(x) == "t" else x for x in (a, b))
     tilelang_glue.launch(_matmul, constants, (a, b, outs[0]))

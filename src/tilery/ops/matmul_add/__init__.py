@@ -17,7 +17,7 @@ from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
 
 def check(a: TensorSpec, b: TensorSpec, c: TensorSpec, precision: str) -> None:
-    check_matmul(a, b)
+    check_matmul(a, b, precision)
     shape, came = (a.shape[0], b.shape[1]), f"{dtype_name(c.dtype)}{list(c.shape)}"
     fits = c.shape == shape and c.dtype == a.dtype
     require(fits, f"c must be {dtype_name(a.dtype)}{list(shape)} as a · b is, got {came}")
@@ -25,11 +25,10 @@ def check(a: TensorSpec, b: TensorSpec, c: TensorSpec, precision: str) -> None:
         1 in c.strides or any(size <= 1 for size in shape),
         f"c must have stride 1 along one dimension, got strides {list(c.strides)}; call .contiguous() on it",
     )
-    products.check_precision(precision, a.dtype)
 
 
 def outputs(a: TensorSpec, b: TensorSpec, c: TensorSpec, precision: str) -> tuple[TensorSpec, ...]:
-    return outputs_matmul(a, b)
+    return outputs_matmul(a, b, precision)
 
 
 def cost(a: TensorSpec, b: TensorSpec, c: TensorSpec, precision: str) -> Cost:
@@ -37,8 +36,7 @@ def cost(a: TensorSpec, b: TensorSpec, c: TensorSpec, precision: str) -> Cost:
 
 
 def bucket(a: TensorSpec, b: TensorSpec, c: TensorSpec, precision: str) -> Bucket:
-    exact, scaled = bucket_matmul(a, b)
-    return Bucket(exact + (",tf32" if precision == "tf32" else ""), scaled)
+    return bucket_matmul(a, b, precision)
 
 
 def inputs(
@@ -47,10 +45,10 @@ def inputs(
     alpha: float = 1.0, beta: float = 1.0, precision: str = "ieee", device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """`layout` and `special` are a's; b is w.T of a weight w [N, K] unless said otherwise."""
-    found = draw_matmul(m, n, k, dtype, layout, special, layout_b, device, seed)
+    found = draw_matmul(m, n, k, dtype, layout, special, layout_b, precision, device, seed)
     c = draw.matrix(m, n, dtype, draw.generator(seed + 1, device), layout_c, special_c)
     c *= max(k, 1) ** 0.5  # as large as the products, so that neither hides the other
-    return found | {"c": c, "alpha": alpha, "beta": beta, "precision": precision}
+    return found | {"c": c, "alpha": alpha, "beta": beta}
 
 
 def product(outs: Any, a: Any, b: Any, c: Any, *scalars: Any) -> Product:
