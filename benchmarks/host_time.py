@@ -38,7 +38,7 @@ def smallest(op):
     usual = [c for c in op.cases["test"] if set(c.params).isdisjoint(ODD)]
     cases = [c for c in usual if c.params.get("out", c.params.get("dtype", "fp32")) == "fp32"]
     sizes = {str(c): sum(prod(s.shape) for s in specs_for(op, c) if isinstance(s, TensorSpec)) for c in cases}
-    return min((c for c in cases if c.params.get("m") and c.params.get("n")), key=lambda c: sizes[str(c)])
+    return min((c for c in cases if c.params.get("m") and c.params.get("n", 1)), key=lambda c: sizes[str(c)])
 
 
 def host_times(op):

@@ -11,13 +11,17 @@ if TYPE_CHECKING:
     from tilery import tuning as tuning
     from tilery.dispatch import explain_dispatch as explain_dispatch
     from tilery.ops import *  # noqa: F403
+    from tilery.patch import register_attention as register_attention
     from tilery.tuning import tune as tune
 
 # Imported on first use, so that `tilery --help` does not wait for torch. An op is its folder.
 _MODULES = ("errors", "tuning")
-_PUBLIC = {"explain_dispatch": "tilery.dispatch", "tune": "tilery.tuning", "grouped_matmul_list": "tilery.ops"} | {
-    folder.parent.name: "tilery.ops" for folder in sorted((Path(__file__).parent / "ops").glob("*/__init__.py"))
-}
+_PUBLIC = {
+    "explain_dispatch": "tilery.dispatch",
+    "tune": "tilery.tuning",
+    "register_attention": "tilery.patch",
+    "grouped_matmul_list": "tilery.ops",
+} | {folder.parent.name: "tilery.ops" for folder in sorted((Path(__file__).parent / "ops").glob("*/__init__.py"))}
 __all__ = ["__version__", *_MODULES, *_PUBLIC]
 
 

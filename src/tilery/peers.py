@@ -23,6 +23,7 @@ PEERS = {
     "loop": Peer(gpu=False),  # a torch call for each part, sizes known to the host
     "cublaslt": Peer(),  # as torch's scaled_mm calls it
     "cudnn": Peer(),  # as torch's attention calls it
+    "flash": Peer(),  # FlashAttention-2, as torch's attention calls it
     "fa2": Peer("flash_attn", "flash-attn"),
     "liger": Peer("liger_kernel", "liger-kernel"),
     "tilegym": Peer("tilegym", "tilegym"),

@@ -299,20 +299,21 @@ def test_other_ops_are_of_the_models_own_weights_or_of_those_that_have_them():
 
 
 def test_an_op_that_appears_is_taken(monkeypatch):
-    def inputs(m, context, heads, kv_heads, n, dtype, device, seed):
-        return {"length": context}
+    def inputs(m, kv_heads, n, dtype, device, seed):
+        return {"length": m}
 
     op = SimpleNamespace(
-        name="attention_decode", names=("length",), runtime=(), inputs=inputs, validate=lambda specs: None,
+        name="cache_write_", names=("length",), runtime=(), inputs=inputs, validate=lambda specs: None,
         complete=lambda args, kwargs: tuple(kwargs.values()), cost=lambda length: Cost(1, 2, length),
     )  # fmt: skip
-    assert not by_name(steps(llama(), Pass(DECODE, 1, 77)))["attention"].exists
-    monkeypatch.setitem(REGISTRY, "attention_decode", Hashable(op))
-    found = by_name(steps(llama(), Pass(DECODE, 1, 77)))["attention"]
-    assert found.exists and found.cost == Cost(1, 2, 77)
+    model = models.load("qwen3-8b")
+    assert not by_name(steps(model, Pass(DECODE, 3, 77)))["cache_write"].exists
+    monkeypatch.setitem(REGISTRY, "cache_write_", Hashable(op))
+    found = by_name(steps(model, Pass(DECODE, 3, 77)))["cache_write"]
+    assert found.exists and found.cost == Cost(1, 2, 3)
     op.inputs = lambda sequences, device, seed: {}
-    with pytest.raises(AssertionError, match=r"models/steps.py must name the cases of attention_decode by sequences"):
-        steps(llama(), Pass(DECODE, 1, 78))
+    with pytest.raises(AssertionError, match=r"models/steps.py must name the cases of cache_write_ by sequences"):
+        steps(model, Pass(DECODE, 4, 77))
 
 
 class Hashable:

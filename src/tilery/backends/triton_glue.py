@@ -11,6 +11,7 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import create_function_from_signature
+from triton.tools import tensor_descriptor
 
 from tilery.backends import cubin
 from tilery.errors import CompileFailed
@@ -44,6 +45,10 @@ def _stand_in(value: Any) -> Any:
         return _Pointer(value)
     if isinstance(value, Descriptor):
         one = TensorSpec.contiguous(value.block, value.spec.dtype, value.spec.device)  # its sizes decide no code
+        if value.layout is None:
+            return tensor_descriptor.TensorDescriptor(
+                _Pointer(one), list(one.shape), list(one.strides), list(one.shape)
+            )
         return TensorDescriptor(_Pointer(one), list(one.shape), list(one.strides), list(one.shape), value.layout)
     return value
 
@@ -53,7 +58,7 @@ class Descriptor(NamedTuple):
 
     spec: TensorSpec
     block: tuple[int, ...]
-    layout: Any  # Gluon's shared layout
+    layout: Any  # Gluon's shared layout; None for Triton, which chooses one
 
 
 def compile(

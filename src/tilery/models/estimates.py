@@ -18,39 +18,6 @@ def _cost(flops: int, reads: int, writes: int) -> Cost:
     return Cost(flops, _BYTES * reads, _BYTES * writes)
 
 
-def seen_pairs(m: int, window: int | None) -> int:
-    """Pairs of query and key of one sequence of m tokens, where a token sees itself and what came before."""
-    full = min(m, window or m)
-    return full * (full + 1) // 2 + (m - full) * full
-
-
-def attention(batch: int, m: int, heads: int, kv_heads: int, n: int, window: int | None = None) -> Cost:
-    """Causal attention of prompts of m tokens, heads of n."""
-    tokens = batch * m
-    flops = 4 * batch * seen_pairs(m, window) * heads * n
-    return _cost(flops, tokens * (heads + 2 * kv_heads) * n, tokens * heads * n)
-
-
-def attention_decode(m: int, context: int, heads: int, kv_heads: int, n: int, window: int | None = None) -> Cost:
-    """One query of each of m sequences against the cache of its context."""
-    seen = m * min(context, window or context)
-    return _cost(4 * seen * heads * n, m * heads * n + 2 * seen * kv_heads * n, m * heads * n)
-
-
-def mla(batch: int, m: int, heads: int, nope: int, rope: int, value: int) -> Cost:
-    """Causal attention of prompts with keys and values made of the latent; the turned part of a key is one for all."""
-    tokens = batch * m
-    flops = 2 * batch * seen_pairs(m, None) * heads * (nope + rope + value)
-    reads = tokens * (heads * (nope + rope) + heads * (nope + value) + rope)
-    return _cost(flops, reads, tokens * heads * value)
-
-
-def mla_decode(m: int, context: int, heads: int, latent: int, rope: int) -> Cost:
-    """Queries that have absorbed the keys' projection, against the latent cache itself."""
-    reads = m * heads * (latent + rope) + m * context * (latent + rope)
-    return _cost(2 * m * context * heads * (2 * latent + rope), reads, m * heads * latent)
-
-
 def experts_hit(tokens: int, experts: int, topk: int) -> int:
     """How many of the experts get a token, where each token takes topk of them and all are as likely."""
     return round(experts * (1 - (1 - topk / experts) ** tokens))
@@ -110,8 +77,8 @@ def all_gather(m: int, n: int, ranks: int) -> Cost:
 ESTIMATES: dict[str, Callable[..., Cost]] = {
     estimate.__name__: estimate
     for estimate in (
-        attention, attention_decode, mla, mla_decode, fp8_grouped_matmul, grouped_topk, expert_sort,
-        expert_sum, cache_write_, mla_cache_write_, add_bias_, all_reduce, all_gather,
+        fp8_grouped_matmul, grouped_topk, expert_sort, expert_sum, cache_write_, mla_cache_write_, add_bias_,
+        all_reduce, all_gather,
     )
 }  # fmt: skip
 

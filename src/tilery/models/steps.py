@@ -165,7 +165,7 @@ def _gqa(model: Model, forward: Pass) -> Iterator[_Call]:
     if forward.phase == PREFILL:
         yield _Call("attention", "attention", layers, {"batch": forward.batch, "m": forward.length, **heads, **window})
     else:
-        yield _Call("attention", "attention_decode", layers, {"m": m, "context": forward.length, **heads, **window})
+        yield _Call("attention", "attention_decode", layers, {"m": m, "keys": forward.length, **heads, **window})
     yield from _quantised(model, "o_quantize", m, o.k, layers)
     yield _product(model, o, m, layers)
 

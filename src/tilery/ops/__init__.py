@@ -9,6 +9,11 @@ from tilery.ops.add_rms_norm import add_rms_norm
 from tilery.ops.add_rms_norm_backward import add_rms_norm_backward
 from tilery.ops.add_rms_norm_fp8 import add_rms_norm_fp8
 from tilery.ops.argmax import argmax
+from tilery.ops.attention import attention
+from tilery.ops.attention_backward import attention_backward
+from tilery.ops.attention_chunked import attention_chunked
+from tilery.ops.attention_decode import attention_decode
+from tilery.ops.attention_lse import attention_lse
 from tilery.ops.bmm import bmm
 from tilery.ops.cast import cast
 from tilery.ops.cross_entropy import cross_entropy
@@ -32,6 +37,8 @@ from tilery.ops.log_softmax import log_softmax
 from tilery.ops.log_softmax_backward import log_softmax_backward
 from tilery.ops.matmul import matmul
 from tilery.ops.matmul_add import matmul_add
+from tilery.ops.mla import mla
+from tilery.ops.mla_decode import mla_decode
 from tilery.ops.qk_norm_rope_ import qk_norm_rope_
 from tilery.ops.quantize_fp8 import quantize_fp8
 from tilery.ops.relu_squared import relu_squared
@@ -55,6 +62,13 @@ from tilery.ops.topk_softmax import topk_softmax
 from tilery.ops.transpose import transpose
 
 __all__ = [
+    "mla",
+    "mla_decode",
+    "attention",
+    "attention_backward",
+    "attention_chunked",
+    "attention_decode",
+    "attention_lse",
     "dropout",
     "embedding",
     "transpose",

@@ -1,0 +1,296 @@
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilery import inputs as random
+from tilery.errors import require
+from tilery.op import op
+from tilery.parts.attention import attend, check_packed, check_qkv, pairs
+from tilery.parts.heads import check_heads, heads, model_sizes
+from tilery.peers import baselines
+from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
+
+# Weights and gradients of scores are rounded to q's dtype before they are multiplied, and the sums once more.
+ALLOWED = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+class Problem(NamedTuple):
+    """Of tensors for a run, of specs for a plan; strides are elements from one sequence, token, head to the next."""
+
+    dout: Any
+    dlse: Any
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    cu_q: Any
+    cu_k: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    scale: float
+    causal: bool
+    batch: int  # sequences
+    heads: int
+    kv_heads: int
+    queries: int  # of a sequence; of packed ones the most
+    keys: int
+    size: int  # D
+    value: int  # E
+    tokens: int  # of q and of k in one sequence; of packed ones all
+    key_tokens: int
+    layout: str
+
+    def strides(self, *names: str) -> tuple[int, ...]:
+        return tuple(step for name in names for step in heads(getattr(self, name), self.layout).strides)
+
+    @property
+    def lse_strides(self) -> tuple[int, int, int]:
+        """Of lse, dlse and what is kept beside them: [B, H, S], packed [H, T]."""
+        packed = self.layout == "thd"
+        return (0 if packed else self.heads * self.tokens), 1, self.tokens
+
+
+def problem(outs: Any, specs: tuple[Any, ...], scale: float | None = None) -> Problem:
+    """`specs` are all arguments but the scale."""
+    dout, dlse, q, k, v, out, lse, cu_q, cu_k, causal, layout, most_q, most_k = specs
+    one, of_keys, packed = heads(q, layout), heads(k, layout), layout == "thd"
+    return Problem(
+        dout, dlse, q, k, v, out, lse, cu_q, cu_k, outs[0], outs[1], outs[2],
+        one.size**-0.5 if scale is None else float(scale), causal,
+        cu_q.shape[0] - 1 if packed else one.batch, one.heads, of_keys.heads,
+        most_q if packed else one.tokens, most_k if packed else of_keys.tokens, one.size, v.shape[-1],
+        one.tokens, of_keys.tokens, layout,
+    )  # fmt: skip
+
+
+def problem_of_run(outs: Any, args: tuple[Any, ...]) -> Problem:
+    """The same of all arguments, as `run` has them."""
+    return problem(outs, (*args[:9], *args[10:]), args[9])
+
+
+def check(
+    dout: TensorSpec, dlse: TensorSpec | None, q: TensorSpec, k: TensorSpec, v: TensorSpec, result: TensorSpec,
+    lse: TensorSpec, cu_seqlens_q: TensorSpec | None, cu_seqlens_k: TensorSpec | None,
+    causal: bool, layout: str, max_seqlen_q: int, max_seqlen_k: int,
+) -> None:  # fmt: skip
+    check_heads("q", q, layout)
+    check_qkv(q, k, v, layout)
+    check_packed(cu_seqlens_q, cu_seqlens_k, layout, max_seqlen_q, max_seqlen_k)
+    shape = (*q.shape[:-1], v.shape[-1])
+    for name, x in (("dout", dout), ("result", result)):
+        check_heads(name, x, layout)
+        fits = tuple(x.shape) == shape and x.dtype == q.dtype
+        require(fits, f"{name} must be {dtype_name(q.dtype)}{list(shape)}, got {dtype_name(x.dtype)}{list(x.shape)}")
+    batch, tokens, count, _, _ = heads(q, layout)
+    of_lse = (count, tokens) if layout == "thd" else (batch, count, tokens)
+    want = TensorSpec.contiguous(of_lse, torch.float32, q.device)
+    for name, sums in (("lse", lse), ("dlse", dlse)):
+        if sums is not None:
+            even = all(size <= 1 or a == b for size, a, b in zip(sums.shape, sums.strides, want.strides))
+            fits = sums.dtype == want.dtype and sums.shape == want.shape and even
+            require(fits, f"{name} must be fp32{list(want.shape)} and contiguous, got {sums}")
+
+
+def outputs(dout: TensorSpec, dlse: TensorSpec | None, q: TensorSpec, k: TensorSpec, v: TensorSpec, *_: Any) -> Any:
+    return tuple(TensorSpec.contiguous(x.shape, x.dtype, x.device) for x in (q, k, v))
+
+
+def cost(*specs: Any) -> Cost:
+    """Five products of what the forward has two; packed sequences count as if all were as long."""
+    p = problem(outputs(*specs), specs)
+    queries, keys = p.queries, p.keys
+    if p.cu_q is not None:
+        queries, keys = (-(-x.shape[0] // max(p.batch, 1)) for x in (p.q, p.k))
+    flops = 2 * p.batch * p.heads * pairs(queries, keys, p.causal, 0) * (3 * p.size + 2 * p.value)
+    reads = sum(x.nbytes for x in specs if isinstance(x, TensorSpec))
+    return Cost(flops, reads, sum(x.nbytes for x in (p.dq, p.dk, p.dv)))
+
+
+def bucket(*specs: Any) -> Bucket:
+    p = problem(outputs(*specs), specs)
+    exact = f"q={p.heads},k={p.kv_heads},d={p.size},e={p.value},{dtype_name(p.q.dtype)},{p.layout}"
+    exact += ",causal" if p.causal else ""
+    return Bucket(exact=exact, scaled={"m": p.queries, "keys": p.keys, "batch": p.batch})
+
+
+# Cases
+
+
+def inputs(
+    m: int, keys: int = -1, heads: int = 4, kv_heads: int = 2, n: int = 64, value: int = 0, dtype: str = "bf16",
+    batch: int = 1, causal: bool = True, order: str = "bshd", lengths: str = "", dlse: bool = True,
+    layout: str = "contiguous", special: str = "none", device: str = "cuda", seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """m queries and `keys` keys (-1: as many) a sequence, heads of n and values of `value` (0: n).
+
+    `order` is the op's layout. `lengths` are those of packed sequences, "3+5": of keys too, or "3:4+5:0".
+    Where `layout` is not contiguous, heads of q, k and v lie so; `special` stands in dout.
+    """
+    g = random.generator(seed, device)
+    keys, value = (m if keys < 0 else keys), value or n
+    parts = [tuple(map(int, (part + ":" + part).split(":")[:2])) for part in lengths.split("+")] if lengths else []
+    spans = parts or [(m, keys)] * batch
+    padding = 3 if parts else 0  # tokens of no sequence
+    tokens, of_keys = (sum(pair[i] for pair in spans) + padding for i in range(2))
+
+    def drawn(count: int, rows: int, width: int, special: str = "none") -> Tensor:
+        return random.matrix(rows, count * width, dtype, g, layout, special).unflatten(-1, (count, width))
+
+    q, k, v = drawn(heads, tokens, n), drawn(kv_heads, of_keys, n), drawn(kv_heads, of_keys, value)
+    dout = drawn(heads, tokens, value, special)
+    out, lse = _forward(q, k, v, spans, causal)
+    given = torch.randn(heads, tokens, generator=g, device=g.device) if dlse else None
+    most = [max((pair[i] for pair in parts), default=0) for i in range(2)]
+    made = {"dout": dout, "dlse": given, "q": q, "k": k, "v": v, "result": out, "lse": lse}
+    if not parts:
+        made = {name: _placed(name, x, batch, order) for name, x in made.items()}
+    ends = [_ends([pair[i] for pair in parts], device) if parts else None for i in range(2)]
+    return made | {
+        "cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1], "causal": causal, "layout": order,
+        "max_seqlen_q": most[0], "max_seqlen_k": most[1],
+    }  # fmt: skip
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, spans: list[Any], causal: bool) -> tuple[Tensor, Tensor]:
+    out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, device=q.device)
+    first = first_key = 0
+    for queries, keys in spans:
+        rows, columns = slice(first, first + queries), slice(first_key, first_key + keys)
+        each = q[rows].float(), k[columns].float(), v[columns].float()
+        found, lse[:, rows] = attend(*each, q.shape[-1] ** -0.5, causal=causal)
+        out[rows] = found.to(q.dtype)
+        first, first_key = first + queries, first_key + keys
+    return out, lse
+
+
+def _placed(name: str, x: Tensor | None, batch: int, order: str) -> Tensor | None:
+    """Packed tokens as those of `batch` sequences of one length."""
+    if x is None:
+        return None
+    dim = 1 if name in ("lse", "dlse") else 0
+    x = x.unflatten(dim, (batch, x.shape[dim] // batch))
+    if dim:
+        return x.transpose(0, 1).contiguous()
+    return x.transpose(1, 2) if order == "bhsd" else x
+
+
+def _ends(lengths: list[int], device: Any) -> Tensor:
+    ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def _torch(dout: Tensor, dlse: Tensor | None, *rest: Any) -> Any:
+    """FlashAttention-2 as torch has it, from what a forward saved; heads that share a key have it repeated."""
+    q, k, v, out, lse, cu_q, _, scale, causal, layout, _, _ = rest
+    if dlse is not None or cu_q is not None or (causal and _lengths_differ(q, k, layout)):
+        raise NotImplementedError("torch's backward has no gradient of lse, no packed sequences and no longer keys")
+    given = [x if layout == "bhsd" else x.transpose(1, 2) for x in (dout, q, k, v, out)]
+    count = given[1].shape[1] // given[2].shape[1]
+    given[2:4] = [x.repeat_interleave(count, 1) for x in given[2:4]]
+    if q.is_cuda:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        none, most = torch.empty(0, dtype=torch.int64, device=q.device), (given[1].shape[2], given[2].shape[2])
+        grads = flash(*given, lse, None, None, *most, 0.0, causal, none, none, scale=scale)
+    else:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = flash(*given, lse, 0.0, causal, scale=scale)
+    dq, *both = grads
+    dk, dv = (x.unflatten(1, (-1, count)).sum(2) for x in both)
+    return tuple(x if layout == "bhsd" else x.transpose(1, 2) for x in (dq, dk, dv))
+
+
+def _lengths_differ(q: Tensor, k: Tensor, layout: str) -> bool:
+    return heads(q, layout).tokens != heads(k, layout).tokens
+
+
+_LLAMA: dict[str, Any] = {"heads": 32, "kv_heads": 8, "n": 128, "dtype": "bf16", "dlse": False}
+_CPU: dict[str, Any] = {"m": 1024, "heads": 8, "kv_heads": 2, "n": 64, "dlse": False}
+
+
+@op(
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED, runtime=("scale",),
+    kernels=("numba", "triton"), baselines=baselines(torch=_torch),
+    model_sizes=lambda model: [] if model.kv_lora_rank else model_sizes(model),
+    cases={
+        "test": [
+            case(m=5, heads=2, kv_heads=1, n=16, dtype="fp32"),
+            case(m=40, keys=70, heads=4, kv_heads=2, n=64, dtype="fp16"),  # the last query at the last key
+            case(m=40, heads=4, kv_heads=2, n=64, dtype="bf16"),
+            case(m=70, keys=33, heads=3, kv_heads=3, n=32, dtype="fp32"),  # queries that see nothing
+            case(m=37, keys=80, heads=4, kv_heads=1, n=80, dtype="fp16", causal=False, batch=2, order="bhsd"),
+            case(m=20, heads=2, kv_heads=2, n=128, dtype="bf16", causal=False, dlse=False),
+            case(m=130, heads=2, kv_heads=1, n=96, value=64, dtype="fp16", dlse=False),
+            case(m=20, heads=2, kv_heads=1, n=192, value=128, dtype="bf16"),
+            case(m=12, heads=2, kv_heads=1, n=256, dtype="bf16"),
+            case(m=12, heads=2, kv_heads=1, n=256, dtype="fp32"),
+            case(m=0, heads=4, kv_heads=2, n=32, dtype="fp16", order="thd", lengths="3+17+0+9"),
+            case(m=0, heads=2, kv_heads=1, n=32, dtype="fp32", order="thd", lengths="3:7+20:5+0:4+4:0", causal=False),
+            case(m=0, heads=2, kv_heads=1, n=64, dtype="bf16", order="thd", lengths="70:70+9:33"),
+            case(m=1, heads=1, kv_heads=1, n=16, dtype="fp32"),
+            case(m=5, keys=0, heads=2, kv_heads=1, n=16, dtype="fp32"),  # every query sees nothing
+            case(m=0, heads=2, kv_heads=1, n=32, dtype="fp16"),  # nothing to launch
+            case(m=20, heads=4, kv_heads=2, n=32, dtype="fp16", layout="padded"),
+            case(m=20, heads=4, kv_heads=2, n=32, dtype="fp32", layout="misaligned", order="bhsd"),
+            case(m=20, heads=4, kv_heads=2, n=32, dtype="bf16", layout="misaligned"),
+            case(m=6, heads=2, kv_heads=1, n=32, dtype="fp16", layout="far"),
+            case(m=5, heads=2, kv_heads=1, n=16, dtype="fp32", special="nan"),
+        ],
+        "bench": [
+            case(m=4096, batch=4, **_LLAMA),
+            case(m=4096, batch=4, causal=False, **_LLAMA | {"kv_heads": 32}),
+            case(m=4096, batch=4, **_LLAMA | {"heads": 16, "kv_heads": 16, "n": 64}),
+            case(m=16384, **_LLAMA),
+        ],
+        "bench_cpu": [case(dtype=dtype, **_CPU) for dtype in ("fp32", "bf16")],
+    },
+)  # fmt: skip
+def attention_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Tensor, lse: Tensor,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, scale: float | None = None,
+    causal: bool = False, layout: str = "bshd", max_seqlen_q: int = 0, max_seqlen_k: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of attention_lse: dq = scale · g k, dk = scale · gᵀ q, dv = wᵀ dout; result and lse are the forward's.
+
+    w = exp(scores - lse) are the weights, g = w · (dout vᵀ - sum(dout · result) + dlse) the gradients of scores. Heads
+    that share a key add up. dlse None is zero; tokens of no sequence have zero. Other arguments are attention's.
+    """
+    how = q.shape[-1] ** -0.5 if scale is None else scale, causal
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        ends, key_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        for a, b, c, d in zip(ends, ends[1:], key_ends, key_ends[1:]):
+            of_lse = None if dlse is None else dlse[:, a:b]
+            given = q[a:b], k[c:d], v[c:d], result[a:b], lse[:, a:b]
+            dq[a:b], dk[c:d], dv[c:d] = _gradients(dout[a:b], of_lse, *given, *how)
+        return dq, dk, dv
+    turned = [x.transpose(1, 2) if layout == "bhsd" else x for x in (dout, q, k, v, result)]
+    made = [
+        _gradients(do, None if dlse is None else dlse[b], a, c, d, o, lse[b], *how)
+        for b, (do, a, c, d, o) in enumerate(zip(*turned))
+    ]
+    grads = [torch.stack(x) for x in zip(*made)] if made else [torch.zeros_like(x) for x in turned[1:4]]
+    dq, dk, dv = (x.transpose(1, 2) if layout == "bhsd" else x for x in grads)
+    return dq, dk, dv
+
+
+def _gradients(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of one sequence: q [S, H, D], k [T, G, D], v [T, G, E], lse [H, S]."""
+    (queries, count), (keys, groups) = q.shape[:2], k.shape[:2]
+    wide_k, wide_v = (x.repeat_interleave(count // groups, 1) for x in (k, v))
+    scores = torch.einsum("shd,thd->hst", q, wide_k) * scale
+    if causal:
+        place = torch.arange(queries, device=q.device).unsqueeze(1) + keys - queries
+        scores = scores.masked_fill(torch.arange(keys, device=q.device) > place, -torch.inf)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1)).to(q.dtype)
+    shift = (dout * out).sum(-1).t() - (0 if dlse is None else dlse)
+    grad = weights * (torch.einsum("she,the->hst", dout, wide_v) - shift.unsqueeze(-1)).to(q.dtype) * scale
+    dk, dv = torch.einsum("hst,shd->thd", grad, q), torch.einsum("hst,she->the", weights, dout)
+    dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
+    return torch.einsum("hst,thd->shd", grad, wide_k), dk, dv

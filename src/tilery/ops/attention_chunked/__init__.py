@@ -1,0 +1,188 @@
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tilery import inputs as random
+from tilery.errors import require
+from tilery.op import op
+from tilery.parts import paged_attention as paged
+from tilery.parts.paged_attention import ALLOWED
+from tilery.peers import baselines
+from tilery.spec import Bucket, Case, Cost, TensorSpec, case
+
+
+def check(
+    q: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, cu_seqlens_q: TensorSpec, lengths: TensorSpec,
+    block_table: TensorSpec, k_scale: TensorSpec | None, v_scale: TensorSpec | None, sinks: TensorSpec | None,
+    window: int, softcap: float, max_seqlen_q: int,
+) -> None:  # fmt: skip
+    paged.check_queries(q, "[T, H, D]")
+    require(len(lengths.shape) == 1, f"lengths must be [sequences], got {list(lengths.shape)}")
+    sequences = lengths.shape[0]
+    paged.check_ints("lengths", lengths, (sequences,), "[sequences]")
+    paged.check_ints("cu_seqlens_q", cu_seqlens_q, (sequences + 1,), "[sequences + 1]")
+    paged.check_cache(q, k_cache, v_cache, block_table, k_scale, v_scale, sequences)
+    paged.check_scores(q, sinks, window, softcap)
+    require(max_seqlen_q >= 0, f"max_seqlen_q must be 0 (q's tokens) or the most of one sequence, got {max_seqlen_q}")
+
+
+def outputs(q: TensorSpec, *rest: Any) -> tuple[TensorSpec, ...]:
+    return (TensorSpec.contiguous(q.shape, q.dtype, q.device),)
+
+
+def queries(q: Any, max_seqlen_q: int) -> int:
+    """Of one sequence, at most."""
+    return min(max_seqlen_q, int(q.shape[0])) if max_seqlen_q else int(q.shape[0])
+
+
+def cost(q: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, *rest: Any) -> Cost:
+    """As if all sequences had equal chunks."""
+    _, lengths, table, *_, window, _, _ = rest
+    sequences = lengths.shape[0]
+    chunk = -(-q.shape[0] // max(sequences, 1))
+    return paged.cost(q, k_cache, sequences, chunk, paged.bound(k_cache, table), window)
+
+
+def bucket(q: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, *rest: Any) -> Bucket:
+    _, _, table, _, _, sinks, window, softcap, _ = rest
+    exact = paged.bucket(q, k_cache, True, window, softcap, sinks is not None)
+    return Bucket(exact, {"m": q.shape[0], "keys": paged.bound(k_cache, table)})
+
+
+def inputs(
+    m: int, keys: int = 4096, chunks: str = "", lengths: str = "", heads: int = 4, kv_heads: int = 2, n: int = 64,
+    dtype: str = "bf16", block_size: int = 16, format: str = "none", per: str = "tensor", sinks: bool = False,
+    scale: float = 0.0, window: int = 0, softcap: float = 0.0, bounded: bool = True, scattered: bool = True,
+    layout: str = "contiguous", device: str = "cuda", seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """m tokens of sequences whose chunks are as 3+0+5, of one if none are given; lengths too, else all are full."""
+    g = random.generator(seed, device)
+    parts = paged.numbers(chunks) if chunks else [m]
+    long = paged.numbers(lengths) if lengths else [keys] * len(parts)
+    require(sum(parts) == m, f"chunks must be {m} tokens in all, got {chunks!r}")
+    require(len(long) == len(parts) and max(long) <= keys, f"lengths must be {len(parts)} of up to {keys}")
+    kind = random.dtype_of(dtype if format == "none" else format)
+    k, v, table = paged.draw_cache(long, keys, kv_heads, n, kind, block_size, layout, g, scattered)
+    k_scale, v_scale = paged.draw_scales(format, per, kv_heads, g)
+    return {
+        "q": paged.draw_queries((m, heads, n), dtype, layout, g), "k_cache": k, "v_cache": v,
+        "cu_seqlens_q": paged.integers([*accumulate(parts, initial=0)], g), "lengths": paged.integers(long, g),
+        "block_table": table,
+        "k_scale": k_scale, "v_scale": v_scale, "sinks": paged.draw_sinks(sinks, heads, g),
+        "scale": scale or None, "window": window, "softcap": softcap, "max_seqlen_q": max(parts) if bounded else 0,
+    }  # fmt: skip
+
+
+def _each(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor, lengths: Tensor, block_table: Tensor, *rest: Any
+) -> Any:  # fmt: skip
+    """Of each sequence that has queries: where they are, q, k and v as [1, heads, tokens, D]."""
+    edges, long = paged.host_list(cu_seqlens_q, 0.0), paged.host_list(lengths, 0.0)
+    for b, length in enumerate(long):
+        start, end = edges[b : b + 2]
+        if end > start:
+            kv = [paged.host_read(x, b, length, block_table) for x in (k_cache, v_cache)]
+            yield slice(start, end), *(x.transpose(0, 1).unsqueeze(0) for x in (q[start:end], *kv))
+
+
+def _sdpa(q: Tensor, k_cache: Tensor, *args: Any) -> Tensor:
+    """A call for each sequence, its pages gathered first unless they lie in order; sizes are known to the host."""
+    *_, k_scale, _, sinks, scale, window, softcap, _ = args
+    assert k_scale is None and sinks is None and not softcap, "torch has no attention like it"
+    out = torch.empty_like(q)
+    for where, q_part, k, v in _each(q, k_cache, *args):
+        rows, keys = q_part.shape[2], k.shape[2]
+        place = torch.arange(keys - rows, keys, device=q.device).unsqueeze(1)
+        key = torch.arange(keys, device=q.device)
+        mask = (key <= place) & (place - key < window) if window else key <= place
+        made = F.scaled_dot_product_attention(q_part, k, v, mask, scale=scale, enable_gqa=True)
+        out[where] = made[0].transpose(0, 1)
+    return out
+
+
+def _cudnn(q: Tensor, k_cache: Tensor, *args: Any) -> Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return _sdpa(q, k_cache, *args)
+
+
+def _flash(q: Tensor, k_cache: Tensor, *args: Any) -> Tensor:
+    """Its causal mask is bottom-right."""
+    *_, k_scale, _, sinks, scale, window, softcap, _ = args
+    assert k_scale is None and sinks is None and not window and not softcap, "it knows none of these"
+    out = torch.empty_like(q)
+    for where, *qkv in _each(q, k_cache, *args):
+        made = torch.ops.aten._scaled_dot_product_flash_attention(*qkv, 0.0, True, scale=scale)
+        out[where] = made[0][0].transpose(0, 1)
+    return out
+
+
+def _cases() -> list[Case]:
+    return [
+        case(m=40, keys=70, chunks="33+7", lengths="70+33", n=32, dtype="fp32"),
+        case(m=12, keys=70, chunks="7+5", lengths="70+33", heads=2, kv_heads=1, n=32, dtype="fp16"),
+        case(m=45, keys=200, chunks="40+0+5", lengths="200+77+131", heads=8, kv_heads=2, n=64, dtype="fp16"),
+        case(m=45, keys=200, chunks="40+0+5", lengths="200+77+131", heads=8, kv_heads=2, n=128, dtype="bf16"),
+        case(m=70, keys=300, heads=4, kv_heads=1, n=64, dtype="fp16", block_size=128, bounded=False),
+        case(
+            m=20, keys=96, chunks="16+4", lengths="11+0", n=64, dtype="fp16", block_size=32
+        ),  # fewer keys than queries
+        case(m=33, keys=260, n=80, dtype="fp16", block_size=256, heads=3, kv_heads=3),
+        case(m=30, keys=128, chunks="17+13", lengths="128+99", n=96, dtype="bf16", block_size=64),
+        case(m=48, keys=200, n=192, dtype="bf16"),
+        case(m=9, keys=40, n=256, dtype="fp16", heads=2, kv_heads=1),
+        case(m=40, keys=200, chunks="33+7", lengths="200+61", n=64, dtype="fp16", window=50, sinks=True),
+        case(m=30, keys=100, chunks="21+9", lengths="100+9", n=32, dtype="fp32", window=7, block_size=64),
+        case(m=40, keys=100, n=64, dtype="fp16", softcap=5.0, sinks=True, heads=8),
+        case(m=40, keys=96, n=64, dtype="fp16", block_size=32, format="e4m3", heads=8),
+        case(m=17, keys=80, n=32, dtype="fp32", format="e5m2", per="head"),
+        case(m=40, keys=128, heads=8, n=128, dtype="bf16", format="e4m3", per="head"),
+        case(m=40, keys=100, n=64, dtype="fp16", scale=2000.0),  # logits of ±1e4 and more
+        case(m=1, keys=1, n=16, dtype="fp32"),
+        case(m=3, keys=16, chunks="3", lengths="0", n=16, dtype="fp32"),  # no keys: zeros
+        case(m=0, keys=64, n=64, dtype="fp16"),  # nothing to launch
+        case(m=20, keys=64, n=64, dtype="fp16", layout="padded"),
+        case(m=20, keys=64, n=64, dtype="fp16", layout="together"),
+        case(m=20, keys=64, n=64, dtype="bf16", layout="misaligned"),
+    ]
+
+
+# Pages in order: so peers need not gather them, which would be most of their time where chunks are short.
+_BENCH: dict[str, Any] = {"n": 128, "dtype": "bf16", "block_size": 64, "scattered": False}
+
+
+@op(
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED, runtime=("scale",),
+    kernels=("numba", "triton"), model_sizes=paged.model_sizes,
+    baselines=baselines(torch=_sdpa, cudnn=_cudnn, flash=_flash),
+    cases={
+        "test": _cases(),
+        "bench": [
+            *(case(m=m, keys=32768, heads=8, kv_heads=1, **_BENCH) for m in (256, 512)),
+            *(case(m=m, keys=8192, heads=32, kv_heads=8, **_BENCH) for m in (256, 512, 2048)),
+        ],
+        "bench_cpu": [case(m=128, keys=1024, heads=8, kv_heads=2, n=128, dtype=dtype) for dtype in ("fp32", "bf16")],
+    },
+)  # fmt: skip
+def attention_chunked(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor, lengths: Tensor, block_table: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, sinks: Tensor | None = None,
+    scale: float | None = None, window: int = 0, softcap: float = 0.0, max_seqlen_q: int = 0,
+) -> Tensor:  # fmt: skip
+    """out = softmax(scale · q · kᵀ) · v of a chunk of each sequence's tokens against its paged KV cache, causal.
+
+    q, out [T, H, D]: tokens cu_seqlens_q[b] to cu_seqlens_q[b + 1] are sequence b's, and the last of all is T. They are
+    the last of the lengths[b] tokens that its cache holds. All else is as in attention_decode; max_seqlen_q is the most
+    tokens of one chunk, which bounds the launch; 0: T.
+    """
+    out, edges = torch.zeros_like(q), cu_seqlens_q.tolist()
+    for b, length in enumerate(lengths.tolist()):
+        where = slice(edges[b], edges[b + 1])
+        out[where] = paged.one_sequence(
+            q[where], k_cache, v_cache, b, length, block_table, k_scale, v_scale, scale,
+            window=window, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,187 @@
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tilery import inputs as random
+from tilery.errors import require
+from tilery.op import op
+from tilery.parts import paged_attention as paged
+from tilery.parts.paged_attention import ALLOWED
+from tilery.peers import baselines
+from tilery.spec import Bucket, Case, Cost, TensorSpec, case
+
+MOST_QUERIES = 16
+# What some kernels do not take.
+_FP32 = {"tilelang": "tf32"}
+_PLAIN = {"cutile": "plain attention"}
+_FP8 = {"tilelang": "a cache of q's dtype"} | _PLAIN
+_MORE = {"tilelang": "neither a window nor a softcap nor sinks"} | _PLAIN
+_ODD = {"cutile": "power of two"}
+_FAR = {"cutile": "below 2**31"}
+
+
+def check(
+    q: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, lengths: TensorSpec, block_table: TensorSpec | None,
+    k_scale: TensorSpec | None, v_scale: TensorSpec | None, sinks: TensorSpec | None, window: int, softcap: float,
+) -> None:  # fmt: skip
+    paged.check_queries(q, "[B, Q, H, D]")
+    require(
+        1 <= q.shape[1] <= MOST_QUERIES,
+        f"q [B, Q, H, D] must have 1 to {MOST_QUERIES} query tokens, got {q.shape[1]}; attention_chunked takes more",
+    )
+    paged.check_cache(q, k_cache, v_cache, block_table, k_scale, v_scale, q.shape[0])
+    paged.check_ints("lengths", lengths, (q.shape[0],), "[sequences]")
+    paged.check_scores(q, sinks, window, softcap)
+
+
+def outputs(q: TensorSpec, *rest: Any) -> tuple[TensorSpec, ...]:
+    return (TensorSpec.contiguous(q.shape, q.dtype, q.device),)
+
+
+def cost(q: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, lengths: TensorSpec, *rest: Any) -> Cost:
+    return paged.cost(q, k_cache, q.shape[0], q.shape[1], paged.bound(k_cache, rest[0]), rest[-2])
+
+
+def bucket(q: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, lengths: TensorSpec, *rest: Any) -> Bucket:
+    table, _, _, sinks, window, softcap = rest
+    exact = paged.bucket(q, k_cache, table is not None, window, softcap, sinks is not None)
+    return Bucket(f"{exact},queries={q.shape[1]}", {"keys": paged.bound(k_cache, table)})
+
+
+def inputs(
+    m: int, keys: int = 4096, queries: int = 1, heads: int = 4, kv_heads: int = 2, n: int = 64, dtype: str = "bf16",
+    lengths: str = "", block_size: int = 0, format: str = "none", per: str = "tensor", sinks: bool = False,
+    scale: float = 0.0, window: int = 0, softcap: float = 0.0, layout: str = "contiguous", device: str = "cuda",
+    seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """m sequences of at most `keys` tokens; `lengths`: as 3+0+5, else all are full. block_size 0: in one piece."""
+    g = random.generator(seed, device)
+    long = paged.numbers(lengths) if lengths else [keys] * m
+    require(len(long) == m and max(long, default=0) <= keys, f"lengths must be {m} of up to {keys}, got {lengths!r}")
+    kind = random.dtype_of(dtype if format == "none" else format)
+    k, v, table = paged.draw_cache(long, keys, kv_heads, n, kind, block_size, layout, g)
+    k_scale, v_scale = paged.draw_scales(format, per, kv_heads, g)
+    return {
+        "q": paged.draw_queries((m, queries, heads, n), dtype, layout, g), "k_cache": k, "v_cache": v,
+        "lengths": paged.integers(long, g), "block_table": table,
+        "k_scale": k_scale, "v_scale": v_scale, "sinks": paged.draw_sinks(sinks, heads, g),
+        "scale": scale or None, "window": window, "softcap": softcap,
+    }  # fmt: skip
+
+
+def _sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *rest: Any) -> Tensor:
+    """Without sinks and soft cap; a paged cache is gathered first, one of fp8 is widened."""
+    table, k_scale, v_scale, sinks, scale, window, softcap = rest
+    assert sinks is None and not softcap, "torch's attention has no sinks and no soft cap"
+    queries, keys = q.shape[1], paged.bound(k_cache, table)
+    if table is not None:
+        pages = table.clamp(0, k_cache.shape[0] - 1).long()
+        k_cache, v_cache = (x[pages].flatten(1, 2) for x in (k_cache, v_cache))
+    if k_scale is not None:
+        scales = (k_cache, k_scale), (v_cache, v_scale)
+        k_cache, v_cache = (x.to(q.dtype) * by.to(q.dtype).unsqueeze(-1) for x, by in scales)
+    mask = None
+    if queries > 1 or window or any(length < keys for length in paged.host_list(lengths, 0.0)):
+        place = lengths[:, None] - queries + torch.arange(queries, device=q.device)
+        key = torch.arange(keys, device=q.device)
+        mask = key <= place[..., None]
+        mask = (mask & (place[..., None] - key < window) if window else mask).unsqueeze(1)
+    q, k, v = (x.transpose(1, 2) for x in (q, k_cache, v_cache))
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True).transpose(1, 2)
+
+
+def _cudnn(q: Tensor, k_cache: Tensor, *rest: Any) -> Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return _sdpa(q, k_cache, *rest)
+
+
+def _flash(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *rest: Any) -> Tensor:
+    """Takes no mask: all sequences are full, and queries stand at the end."""
+    table, k_scale, _, sinks, scale, window, softcap = rest
+    assert table is None and k_scale is None and sinks is None and not window and not softcap, "it knows none of these"
+    assert all(n == k_cache.shape[1] for n in paged.host_list(lengths, 0.0)), "it takes full sequences alone"
+    q, k, v = (x.transpose(1, 2) for x in (q, k_cache, v_cache))
+    made = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, q.shape[2] > 1, scale=scale)
+    return made[0].transpose(1, 2)
+
+
+def _cases() -> list[Case]:
+    return [
+        case(_FP32, m=2, keys=70, n=32, dtype="fp32", lengths="70+33"),
+        case(m=2, keys=70, heads=2, kv_heads=1, n=32, dtype="fp16", lengths="70+33"),
+        case(m=3, keys=200, heads=8, kv_heads=2, n=64, dtype="fp16", lengths="200+0+131"),
+        case(m=3, keys=200, heads=8, kv_heads=2, n=128, dtype="bf16", lengths="200+1+131"),
+        case(m=3, keys=96, queries=5, n=64, dtype="fp16", lengths="96+3+0", block_size=16),  # fewer keys than queries
+        case(_ODD, m=2, keys=256, queries=2, heads=6, kv_heads=2, n=80, dtype="fp16", lengths="256+65", block_size=128),
+        # rows of two tiles
+        case(_ODD, m=1, keys=64, queries=16, heads=8, kv_heads=1, n=96, dtype="fp16", block_size=32),
+        case(_ODD, m=1, keys=40, heads=3, kv_heads=3, n=192, dtype="fp16"),  # no heads share keys
+        case(m=1, keys=150, queries=3, heads=4, kv_heads=1, n=256, dtype="bf16", lengths="149", block_size=64),
+        case(_FP32 | _PLAIN, m=2, keys=128, queries=3, n=32, dtype="fp32", lengths="128+90", block_size=16, window=20),
+        case(_MORE, m=2, keys=192, n=64, dtype="fp16", lengths="192+7", window=70, sinks=True),
+        case(
+            _MORE, m=2, keys=100, queries=2, n=64, dtype="fp16", lengths="100+0", softcap=5.0, sinks=True,
+            block_size=256,
+        ),
+        case(_FP8, m=2, keys=96, queries=2, heads=8, n=64, dtype="fp16", lengths="96+50", block_size=32, format="e4m3"),
+        case(
+            _FP32 | _PLAIN, m=2, keys=80, n=32, dtype="fp32", lengths="80+17", format="e5m2", per="head", softcap=20.0,
+        ),
+        case(
+            _FP8, m=2, keys=128, heads=8, n=128, dtype="bf16", lengths="128+77", block_size=16, format="e4m3",
+            per="head",
+        ),
+        case(m=1, keys=100, n=64, dtype="fp16", scale=2000.0),  # logits of ±1e4 and more
+        case(_FP32, m=1, keys=1, n=16, dtype="fp32"),
+        case(_FP32, m=2, keys=0, n=16, dtype="fp32", queries=2),  # no keys: zeros
+        case(m=0, keys=64, n=64, dtype="fp16"),  # nothing to launch
+        case(m=2, keys=64, n=64, dtype="fp16", lengths="64+20", layout="padded"),
+        case(m=2, keys=64, n=64, dtype="fp16", lengths="64+20", block_size=16, layout="together"),
+        case(m=2, keys=64, n=64, dtype="bf16", lengths="64+20", block_size=16, layout="misaligned"),
+        case(_FAR, m=1, keys=3, n=16, dtype="fp16", lengths="3", layout="far"),  # more than 2**31 elements apart
+    ]  # fmt: skip
+
+
+_LLAMA: dict[str, Any] = {"heads": 32, "kv_heads": 8, "n": 128, "dtype": "bf16"}
+_BENCH = [(1, 1024), (1, 8192), (8, 2048), (16, 8192)]
+
+
+@op(
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED, runtime=("scale",),
+    kernels=("numba", "triton", "cutile", "tilelang"), model_sizes=paged.model_sizes,
+    baselines=baselines(torch=_sdpa, cudnn=_cudnn, flash=_flash),
+    cases={
+        "test": _cases(),
+        "bench": [
+            *(case(m=m, keys=keys, queries=queries, **_LLAMA) for m, keys in _BENCH for queries in (1, 2, 4)),
+            *(case(m=m, keys=keys, **_LLAMA) for m, keys in ((64, 4096), (1, 131072))),
+            *(case(m=16, keys=8192, queries=queries, **_LLAMA) for queries in (8, 16)),
+            case(m=16, keys=8192, block_size=16, **_LLAMA),
+            case(m=16, keys=8192, block_size=64, format="e4m3", **_LLAMA),
+        ],
+        "bench_cpu": [case(m=4, keys=2048, **_LLAMA | {"dtype": dtype}) for dtype in ("fp32", "bf16")],
+    },
+)  # fmt: skip
+def attention_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, block_table: Tensor | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, sinks: Tensor | None = None,
+    scale: float | None = None, window: int = 0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """out = softmax(scale · q · kᵀ) · v of 1 to 16 query tokens a sequence against its KV cache.
+
+    q, out [B, Q, H, D]; caches [blocks, block_size, kv_heads, D] with block_table [B, most] as in docs/kv_cache.md, or
+    [B, S, kv_heads, D] without. lengths [B] counts the keys, those of the Q tokens among them: query t sees keys up to
+    lengths - Q + t, with `window` the last so many of these; one that sees none gives zeros. scale None: D ** -0.5;
+    `softcap` bends scores to softcap · tanh(score / softcap); sinks [H] are scores without a value.
+    A sequence gives the same bits in any batch.
+    """
+    out = torch.zeros_like(q)
+    for b, length in enumerate(lengths.tolist()):
+        out[b] = paged.one_sequence(
+            q[b], k_cache, v_cache, b, length, block_table, k_scale, v_scale, scale,
+            window=window, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+    return out

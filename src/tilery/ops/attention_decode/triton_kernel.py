@@ -1,0 +1,80 @@
+"""Split KV: a program takes a part of a sequence's keys for all queries and heads that share them; then it is combined.
+
+Nothing here looks at the batch: a sequence must be cut alike in any.
+"""
+
+import torch
+
+from tilery.ops.attention_decode import outputs
+from tilery.parts import triton_paged_attention as attention
+from tilery.parts.triton_paged import power
+from tilery.parts.triton_paged_attention import Config, Problem, archs, fitting
+from tilery.spec import Artifact, TensorSpec, Work
+
+__all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refusal", "run", "workspace"]
+
+_PROGRAMS = 128  # of one sequence: about one for each processor of an H200
+_TILES = (  # keys, warps, stages
+    *((32, 2, stages) for stages in (4, 5)),
+    *((32, 4, stages) for stages in (4, 5)),
+    *((64, 2, stages) for stages in (3, 4)),
+    *((64, 4, stages) for stages in (3, 4, 5)),
+    *((128, 4, stages) for stages in (2, 3)),
+    *((128, 8, stages) for stages in (2, 3)),
+)
+
+
+def _problem(q, k_cache, v_cache, lengths, table, k_scale, v_scale, sinks, window, softcap, scale=None) -> Problem:
+    tensors = q, k_cache, v_cache, None, lengths, table, k_scale, v_scale, sinks
+    return Problem(*tensors, q.shape[1], window, softcap, scale)
+
+
+def refusal(*specs, config: Config | None = None) -> str | None:
+    return attention.refusal(_problem(*specs), config)
+
+
+def _rows(p: Problem) -> int:
+    return min(max(power(p.rows), 16), 64)
+
+
+def _splits(p: Problem) -> int:
+    """What a split keeps of many rows costs as much as reading keys: it has twice as many keys for them."""
+    return max(power(_PROGRAMS // p.kv_heads) // (2 if p.rows > 32 else 1), 1)
+
+
+def default(*specs) -> Config:
+    p = _problem(*specs)
+    if p.q.dtype == torch.float32:
+        return fitting(p, 16, 16, _splits(p), num_warps=4, num_stages=2)
+    keys = 64 if p.size <= 128 else 32
+    if _rows(p) < 64:
+        return fitting(p, _rows(p), keys, _splits(p), num_warps=4, num_stages=4)
+    return fitting(p, 64, keys, _splits(p), num_warps=4 if p.size <= 128 else 8, num_stages=3)
+
+
+def configs(*specs) -> list[Config]:
+    p = _problem(*specs)
+    if p.q.dtype == torch.float32:
+        tiles = (16, 4, 2), (16, 4, 3), (32, 8, 2)
+        found = [Config(16, keys, _splits(p), *rest) for keys, *rest in tiles]
+    else:
+        splits = dict.fromkeys(max(int(_splits(p) * times), 1) for times in (1, 2, 0.5))
+        found = [Config(_rows(p), keys, s, *rest) for s in splits for keys, *rest in _TILES]
+    return [c for c in found if attention.refusal(p, c) is None]
+
+
+def estimate(*specs, config: Config) -> Work:
+    return attention.estimate(_problem(*specs), config)
+
+
+def workspace(*specs, config: Config) -> tuple[TensorSpec, ...]:
+    return attention.workspace(_problem(*specs), config)
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    return attention.compile(_problem(*specs), outputs(*specs), config, arch)
+
+
+def run(outs, args, config: Config, *kept) -> None:
+    *tensors, scale, window, softcap = args
+    attention.run(_problem(*tensors, window, softcap, scale), outs, config, *kept)

@@ -1,0 +1,199 @@
+"""Few queries against many keys in Triton: keys are cut among programs (split KV), and what each found is combined.
+
+How a sequence is cut depends on its own length and the config alone, never on the batch: it gives the same bits in any.
+What a split found of a row is its running softmax (top, total) in base 2 and the sum of its weighted values, all fp32:
+parts [splits, T, H, E] and stats [2, splits, T, H], T counting the query tokens of all sequences.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tilery import device
+from tilery.parts.fp8 import ceil_div
+from tilery.parts.triton_attention import LOG2E, finish
+from tilery.parts.triton_fp8 import widen
+from tilery.spec import TensorSpec
+
+_COMBINED = 2048  # values that a program of `_combine` holds: with 8 a thread, all are asked for at once
+
+
+def dependent(where: torch.device) -> bool:
+    """Whether a launch may begin while the one before it ends, and waits inside: what kernels take as PDL."""
+    present = device.arch(where)
+    return present != "cpu" and int(present.removeprefix("sm_")) >= 90
+
+
+def power(n: int) -> int:
+    """The power of two from n on; Triton's own function, and its cdiv, take 8 µs each."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def limit(splits: int, keys: int, block: int) -> int:
+    """So many of the splits can have a key of sequences of at most `keys`."""
+    return max(min(splits, ceil_div(keys, block)), 1)
+
+
+def workspace(splits: int, tokens: int, heads: int, size: int, where: torch.device) -> tuple[TensorSpec, ...]:
+    """Parts and stats; none for a single split, which writes what is right itself."""
+    if splits == 1:
+        return ()
+    parts = TensorSpec.contiguous((splits, tokens, heads, size), torch.float32, where)
+    return parts, TensorSpec.contiguous((2, splits, tokens, heads), torch.float32, where)
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Until all that the launches before have written can be read; the next launch may begin, and wait as well."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def sequence(lengths_ptr, starts_ptr, b, queries, bound):
+    """Of sequence b: its keys, its query tokens, and the first of them; starts_ptr None: each has `queries`."""
+    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b, cache_modifier=".cg"), 0), bound)
+    start, count = b * queries, queries
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + b, cache_modifier=".cg")
+        count = tl.load(starts_ptr + b + 1, cache_modifier=".cg") - start
+    return length, count, start
+
+
+@triton.jit
+def cut(length, queries, window, SPLITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+    """The first key that a split begins with, and how many a split has: multiples of BLOCK."""
+    first = 0
+    if WINDOW:
+        first = tl.minimum(tl.maximum(length - queries - window + 1, 0), length) // BLOCK * BLOCK
+    return first, tl.maximum(tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK), 1) * BLOCK
+
+
+@triton.jit
+def page_of(table_ptr, b, start, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """The block of the cache that holds the BLOCK tokens from `start` on; that of each where a block holds fewer.
+
+    `start` is a multiple of BLOCK; table_ptr is the sequence's row, of which nothing past token end - 1 is read.
+    PAGE 0: sequence b is in one piece, block b. Ask for the next block's before this one is worked on and carry it to
+    the next turn of the loop: the compiler would take it for a stage of its own, and have half as many loads in flight.
+    """
+    page = b
+    if PAGE > 0:
+        key = start if PAGE >= BLOCK else start + tl.arange(0, BLOCK)
+        page = tl.load(table_ptr + key // PAGE, mask=key < end, other=0)
+    return page
+
+
+@triton.jit
+def offsets(page, start, block_stride, token_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr, FAR: tl.constexpr):
+    """Where the BLOCK tokens from `start` on lie: a base, and from there each; page is `page_of` them."""
+    key, wide = tl.arange(0, BLOCK), tl.full((), 1, tl.int64)
+    if PAGE > 0 and PAGE < BLOCK:
+        base = wide * 0
+        inside = page.to(tl.int64) * block_stride + key % PAGE * (wide * token_stride)
+    else:
+        first = start if PAGE == 0 else start % PAGE
+        base = wide * page * block_stride + wide * first * token_stride
+        inside = key.to(tl.int64) * token_stride if FAR else key * token_stride  # past 2**31 elements
+    return base, inside
+
+
+@triton.jit
+def stored(values, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.constexpr):
+    """What a cache holds as the product takes it; FORMAT None: the cache is of the model's own dtype."""
+    if FORMAT is not None:
+        values = widen(values, FORMAT, NATIVE).to(DTYPE)
+    return values
+
+
+@triton.jit
+def keep(
+    parts_ptr, stats_ptr, acc, top, total, rows, split, valid, all_rows, splits, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Writes what a split found of rows [M] among all_rows = T · H."""
+    at = split.to(tl.int64) * all_rows + rows
+    d = tl.arange(0, BLOCK_D)
+    tl.store(parts_ptr + (at[:, None] * D + d[None, :]), acc, mask=valid[:, None] & (d < D)[None, :])
+    tl.store(stats_ptr + at, top, mask=valid)
+    tl.store(stats_ptr + splits.to(tl.int64) * all_rows + at, total, mask=valid)
+
+
+@triton.jit
+def with_sink(top, total, sink):
+    """A running softmax that has also seen a score without a value; and the factor of what it had summed."""
+    sink = sink.to(tl.float32) * LOG2E
+    best = tl.maximum(top, sink)
+    safe = tl.where(best == -float("inf"), 0.0, best)
+    shrink = tl.exp2(top - safe)
+    return best, total * shrink + tl.exp2(sink - safe), shrink
+
+
+@triton.jit(do_not_specialize=("queries", "tokens", "sequences", "splits", "bound", "window"))
+def _combine(
+    parts_ptr, stats_ptr, lengths_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr,
+    queries, tokens, sequences, splits, bound, window,
+    HEADS: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr,
+    SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program takes PIECE values of one row; lse [B, H, queries] is given for equal numbers of queries alone."""
+    PIECES: tl.constexpr = (D + PIECE - 1) // PIECE
+    piece, row = tl.program_id(0) % PIECES, tl.program_id(0) // PIECES
+    token, head = row // HEADS, row % HEADS
+    if starts_ptr is None:
+        b = token // queries
+    else:
+        edge = tl.arange(0, SEQUENCES)
+        ends = tl.load(starts_ptr + 1 + edge, mask=edge < sequences, other=tokens + 1, cache_modifier=".cg")
+        b = tl.sum((ends <= token).to(tl.int32), 0)
+    # Read before the wait: what the splits' launch has waited for is in memory. Not through L1: it may hold what was.
+    live = 0
+    if b < sequences:  # a token may belong to none
+        length, count, _ = sequence(lengths_ptr, starts_ptr, b, queries, bound)
+        first, size = cut(length, count, window, SPLITS, BLOCK, WINDOW)
+        live = tl.cdiv(length - first, size)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, cache_modifier=".cg")
+    wait(PDL)
+
+    s, d = tl.arange(0, MOST), piece * PIECE + tl.arange(0, PIECE)
+    all_rows = tokens.to(tl.int64) * HEADS
+    at = s * all_rows + row
+    tops = tl.load(stats_ptr + at, mask=s < live, other=-float("inf"))
+    totals = tl.load(stats_ptr + splits * all_rows + at, mask=s < live, other=0.0)
+    inside = (s < live)[:, None] & (d < D)[None, :]
+    parts = tl.load(parts_ptr + (at[:, None] * D + d[None, :]), mask=inside, other=0.0)
+    top = tl.max(tops, 0)
+    share = tl.exp2(tops - tl.where(top == -float("inf"), 0.0, top))
+    total, acc = tl.sum(totals * share, 0), tl.sum(parts * share[:, None], 0)
+    if sinks_ptr is not None:
+        top, total, shrink = with_sink(top, total, sink)
+        acc *= shrink
+    factor, lse = finish(top, total)
+    tl.store(out_ptr + row.to(tl.int64) * D + d, acc * factor, mask=d < D)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + (b * HEADS + head).to(tl.int64) * queries + token % queries, lse, mask=piece == 0)
+
+
+def combination(
+    parts, stats, lengths, starts, sinks, out, lse, queries: int, bound: int, window: int, splits: int, block: int
+) -> tuple[Any, ...]:  # fmt: skip
+    """Kernel, grid, arguments, constants and options that make out [.., H, E] of what splits kept.
+
+    Of tensors for a launch and of specs for a compile. `splits` and `block` are those that `cut` took.
+    """
+    there, tokens, heads, size = parts.shape
+    sequences, most = lengths.shape[0], power(splits)
+    piece = min(power(size), max(_COMBINED // most, 16))
+    pdl = dependent(parts.device)
+    constants = {
+        "HEADS": heads, "D": size, "PIECE": piece, "SPLITS": splits, "MOST": most,
+        "SEQUENCES": power(sequences) if starts is not None else 1,
+        "BLOCK": block, "WINDOW": window > 0, "PDL": pdl,
+    }  # fmt: skip
+    arguments = parts, stats, lengths, starts, sinks, out, lse, queries, tokens, sequences, there, bound, window
+    options = {"num_warps": max(most * piece // 256, 1)} | ({"launch_pdl": True} if pdl else {})
+    return _combine, (tokens * heads * ceil_div(size, piece),), arguments, constants, options

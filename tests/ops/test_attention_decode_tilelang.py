@@ -1,0 +1,114 @@
+"""attention_decode in TileLang: what it builds, what it refuses, and that a batch decides no bits."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import tilery
+from tilery import backends, device
+from tilery.backends import cubin
+from tilery.op import REGISTRY
+from tilery.spec import case
+from tilery.workbench.check import check
+from tilery.workbench.compile import specs_for
+from tilery.workbench.place import place
+
+if why := backends.missing("tilelang"):
+    pytest.skip(why, allow_module_level=True)
+DECODE = REGISTRY["attention_decode"]
+kernel = DECODE.kernel("tilelang")
+LLAMA = {"keys": 8192, "heads": 32, "kv_heads": 8, "n": 128, "dtype": "bf16"}
+
+
+@pytest.fixture
+def sm_90():
+    with device.pretend("sm_90"):
+        yield
+
+
+for_sm_90 = pytest.mark.usefixtures("sm_90")
+
+
+def specs(m=1, **more):
+    return specs_for(DECODE, case(m=m, **LLAMA | more), "cuda:0")
+
+
+def gpu():
+    where = place(DECODE, "tilelang").device
+    if where is None:
+        pytest.skip("needs a GPU")
+    return where
+
+
+@for_sm_90
+def test_tiles_of_pages_are_fetched_16_bytes_at_a_time_into_every_stage(compiler):
+    given = specs(block_size=16)
+    made = compiler.compile("attention_decode", "tilelang", given, "sm_90")
+    assert made.shared == kernel._shared(given[0], kernel.default(*given))  # with the 1024 bytes of the driver
+    assert "cp_async_gs_conditional<16>" in made.code["cuda"] and "cp_async_wait<1>" in made.code["cuda"]
+    code = cubin.sass(made.cubin)
+    assert "HGMMA" in code and "LDGSTS" in code and made.spills == 0
+
+
+@for_sm_90
+@pytest.mark.parametrize("params", [{}, {"queries": 4}, {"queries": 16}, {"n": 256}, {"block_size": 16}])
+def test_nothing_that_decides_bits_depends_on_the_batch(params):
+    alone, many = specs(1, **params), specs(16, **params)
+    assert kernel.default(*alone) == kernel.default(*many)
+    assert kernel.configs(*alone) == kernel.configs(*many)
+
+
+@pytest.mark.parametrize("arch", device.ARCHS)
+@pytest.mark.parametrize("params", [{}, {"n": 256}, {"n": 16}, {"queries": 16}, {"heads": 8, "keys": 0}])
+def test_configs_are_few_and_fit(arch, params):
+    with device.pretend(arch):
+        given = specs(**params)
+        found = kernel.configs(*given)
+        assert 2 <= len(found) == len(set(found)) <= 40
+        assert all(kernel.refusal(*given, config=c) is None for c in (*found, kernel.default(*given)))
+
+
+@for_sm_90
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"block_m": 48}, "block_m and block_n must be powers of two from 16 to 128"),
+        ({"block_n": 256}, "block_m and block_n must be powers of two from 16 to 128"),
+        ({"stages": 1}, "stages must be 2 to 8"),
+        ({"splits": 0}, "splits 1 to 65535"),
+        ({"stages": 8}, "needs 279552 bytes of shared memory, a block has 232448"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(changed, said):
+    given = specs()
+    assert said in kernel.refusal(*given, config=dataclasses.replace(kernel.default(*given), **changed))
+
+
+def test_splits_that_can_have_a_key_have_a_workspace():
+    config = kernel.Config(64, 64, 16, 3)
+    parts, stats = kernel.workspace(*specs(m=2, keys=200), config=config)
+    assert parts.shape == (4, 2, 1, 32, 128) and stats.shape == (2, 4, 2, 1, 32)
+    assert kernel.workspace(*specs(keys=8192), config=config)[0].shape[0] == 16
+
+
+@pytest.mark.parametrize("splits", [1, 2, 16])
+@pytest.mark.parametrize("block_m", [16, 64, 128])
+@pytest.mark.parametrize("params", [{}, {"queries": 16, "heads": 10}, {"block_size": 0}, {"layout": "misaligned"}])
+def test_keys_cut_among_so_many_blocks(splits, block_m, params):
+    where = gpu()
+    short = {"m": 2, "keys": 200, "kv_heads": 2, "n": 64, "dtype": "fp16", "lengths": "200+33", "block_size": 16}
+    config = kernel.Config(block_m, 32, splits, 3)
+    assert check(DECODE, "tilelang", case(**short | params), where, config=config).refused is None
+
+
+@pytest.mark.parametrize("block_size", [0, 16, 64])
+def test_a_sequence_gives_the_same_bits_alone_as_in_a_batch_of_16(block_size):
+    lengths = "150+1+0+131+64+17+149+3+65+128+90+50+2+150+77+31"
+    params = {"m": 16, "keys": 150, "queries": 2, "n": 64, "dtype": "fp16", "lengths": lengths}
+    args = DECODE.inputs(**params, block_size=block_size, device=gpu(), seed=5)
+    together = tilery.attention_decode(**args, backend="tilelang")
+    own = ("q", "lengths", "block_table") if block_size else ("q", "lengths", "k_cache", "v_cache")
+    for b in (0, 2, 3, 15):
+        one = {name: args[name][b : b + 1] for name in own}
+        assert torch.equal(tilery.attention_decode(**args | one, backend="tilelang")[0], together[b]), f"sequence {b}"
