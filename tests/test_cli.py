@@ -58,7 +58,7 @@ def test_plan_prints_every_step_of_prefill_and_decode():
     ideal = f"ideal: {decode['total']['tokens_per_s']:,.0f} tokens/s"
     for text in (
         "Qwen3-8B in bf16 on one of 2 GPUs, at the ceilings measured on NVIDIA H200", "prefill: 1 prompt of 32 tokens",
-        "decode: 4 sequences with a context of 64 tokens", "attention_decode *", "m=4,n=3072,k=4096", ideal,
+        "decode: 4 sequences with a context of 64 tokens", "all_reduce *", "m=4,n=3072,k=4096", ideal,
         "* not yet an op", "links between GPUs",
     ):  # fmt: skip
         assert text in said, text

@@ -11,10 +11,10 @@ BENCHMARK = runpy.run_path(str(pathlib.Path(__file__).parents[1] / "benchmarks" 
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_a_call_costs_less_than_5_us_over_the_launch(name):
-    least = float("inf")
+def test_a_call_costs_little_over_the_launch(name):
+    least, most = float("inf"), BENCHMARK["allowed"](REGISTRY[name])
     for _ in range(5):  # another process may have had the core: the least of a few tries is the call's own
         least = min(least, BENCHMARK["host_times"](REGISTRY[name])[-1])
-        if least < 5:
+        if least < most:
             return
-    pytest.fail(f"{name} costs {least:.2f} µs over its launch, allowed 5")
+    pytest.fail(f"{name} costs {least:.2f} µs over its launch, allowed {most:.1f}")

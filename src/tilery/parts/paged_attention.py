@@ -137,16 +137,16 @@ def draw_cache(
     order = torch.randperm(blocks, generator=g, device=g.device)
     order = order if scattered else torch.arange(blocks, device=g.device)
     table = order[: len(lengths) * most].view(len(lengths), most).to(torch.int32)
-    for b, length in enumerate(lengths):
-        used = -(-length // pages) if block_size else 1
-        for cache in (k, v):
-            values = torch.randn(used * pages, kv_heads, size, generator=g, device=g.device)
-            values[length:] = float("nan")
-            values = values.view(used, pages, kv_heads, size).to(kind)
-            if kind in kv_cache.FORMATS:  # torch puts bytes, not fp8
-                cache, values = cache.view(torch.uint8), values.view(torch.uint8)
-            cache[table[b, :used].long() if block_size else slice(b, b + 1)] = values
-        table[b, used:] = 2**30  # nobody may look there
+    ends = torch.tensor(lengths, dtype=torch.int32, device=g.device).view(-1, 1, 1)
+    there = torch.arange(most * pages, device=g.device).view(most, pages) < ends  # [sequences, most, pages]
+    where = table.flatten().long() if block_size else slice(0, len(lengths))
+    for cache in (k, v):
+        values = torch.randn(len(lengths) * most, pages, kv_heads, size, generator=g, device=g.device)
+        values = values.masked_fill(~there.view(len(lengths) * most, pages, 1, 1), float("nan")).to(kind)
+        if kind in kv_cache.FORMATS:  # torch puts bytes, not fp8
+            cache, values = cache.view(torch.uint8), values.view(torch.uint8)
+        cache[where] = values
+    table = table.masked_fill(~there.any(-1), 2**30)  # nobody may look there
     return k, v, table if block_size else None
 
 

@@ -7,7 +7,6 @@ import torch
 
 from tilery.backends import cutile_glue
 from tilery.backends.cutile_glue import Launch
-from tilery.device import ARCHS
 from tilery.parts.attention import FP8, Problem, outputs, pairs, problem, problem_of_run
 from tilery.parts.cutile_attention import (
     LOG2E,
@@ -22,7 +21,7 @@ from tilery.parts.cutile_attention import (
 from tilery.parts.fp8 import ceil_div
 from tilery.spec import Artifact, Work
 
-archs = ARCHS
+archs = ("sm_90", "sm_100")  # on others its tiles spill
 
 _ZERO = ct.PaddingMode.ZERO
 
