@@ -72,8 +72,12 @@ def builds():
 
 @pytest.mark.parametrize(("op", "kernel", "arch"), list(builds()))
 def test_builds_for_every_claimed_architecture(op, kernel, arch, compiler, record_property):
-    """In every dtype where most run (sm_90), in one elsewhere; a CPU's kernels run here, in all of them."""
-    made = compiled_per_dtype(op, kernel, arch, compiler, every=arch == "sm_90")
+    """In every dtype where most run (sm_90), in one elsewhere; a CPU's kernels run here, in all of them.
+
+    TileLang and cuTile take seconds for each, so that one of each kernel must do, but for TILERY_TEST_ARCHS=all.
+    """
+    slow = kernel.startswith(("tilelang", "cutile")) and os.environ.get("TILERY_TEST_ARCHS") != "all"
+    made = compiled_per_dtype(op, kernel, arch, compiler, every=arch == "sm_90" and not slow)
     for dtype, artifact in made.items():
         if arch == "cpu":
             assert "ret" in artifact.code["asm"]

@@ -132,7 +132,7 @@ def test_stable_bits_are_chosen_if_asked_for(planted, monkeypatch):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_what_was_stopped_goes_on_where_it_was(planted, tmp_path, how):
     first = planted()
-    wait_for(lambda: (tmp_path / "tuned" / ".journal").is_dir() and len(journal(tmp_path)) >= 2)
+    wait_for(lambda: list((tmp_path / "tuned" / ".journal").glob("softmax-*.jsonl")) and len(journal(tmp_path)) >= 2)
     first.send_signal(how)
     said = ended(first, code=-9 if how == signal.SIGKILL else 130)
     if how == signal.SIGINT:
