@@ -57,13 +57,6 @@ def host_times(op):
     return plan.kernel, call, launch, over
 
 
-def allowed(op):
-    """µs over the launch: 5, and for each tensor past six, arguments and outputs, what it takes to look at one."""
-    specs = specs_for(op, smallest(op))
-    tensors = sum(isinstance(s, TensorSpec) for s in specs) + len(op.outputs(*specs))
-    return 5 + 0.3 * max(tensors - 6, 0)
-
-
 if __name__ == "__main__":
     print(f"{'op':<36} {'kernel':<8} {'call':>8} {'launch':>8} {'over':>8}   µs")
     rounds = [[host_times(op) for op in REGISTRY.values()] for _ in range(ROUNDS)]

@@ -19,7 +19,7 @@ from tilery.spec import Artifact, TensorSpec, Work, dtype_name
 
 archs = ARCHS
 
-_L2 = 2**25  # bytes of keys and values that programs running together may share: about half of an H200's
+L2 = 2**25  # bytes of keys and values that programs running together may share: about half of an H200's
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _arguments(p: Problem, config: Config):  # type: ignore[no-untyped-def]
     (d, d_rest), (e, e_rest), packed = parts(p.size), parts(p.value), p.cu_q is not None
     mask = p.key_mask if p.key_mask is None else triton_fp8.as_bytes(p.key_mask)
     group, shared = p.heads // p.kv_heads, max(p.keys, 1) * (p.size + p.value) * p.q.dtype.itemsize
-    band = min(group * max(_L2 // shared, 1), _pairs(p))
+    band = min(group * max(L2 // shared, 1), _pairs(p))
     inputs = *_tensors(p, config), p.lse, p.cu_q, p.cu_k, mask, p.bias, p.slopes, p.sinks
     tokens = (p.q.shape[0], p.k.shape[0]) if packed else (p.queries, p.keys)
     shapes = p.batch, p.heads, *tokens, _tiles(p, config), band

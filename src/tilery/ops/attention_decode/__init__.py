@@ -111,6 +111,7 @@ def _flash(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *rest: 
 def _cases() -> list[Case]:
     return [
         case(_FP32, m=2, keys=70, n=32, dtype="fp32", lengths="70+33"),
+        case(_FP32, m=2, keys=70, n=32, dtype="fp32", lengths="70+33", scale=-0.5),  # the least score counts most
         case(m=2, keys=70, heads=2, kv_heads=1, n=32, dtype="fp16", lengths="70+33"),
         case(m=3, keys=200, heads=8, kv_heads=2, n=64, dtype="fp16", lengths="200+0+131"),
         case(m=3, keys=200, heads=8, kv_heads=2, n=128, dtype="bf16", lengths="200+1+131"),

@@ -1,6 +1,5 @@
 """A program per tile of queries of one head; keys, their turned part and values stream past it."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,31 +9,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilery import device
 from tilery.backends import triton_glue
-from tilery.device import ARCHS
 from tilery.ops.mla import outputs, problem, problem_of_run
 from tilery.parts.attention import Problem, pairs
 from tilery.parts.heads import heads
 from tilery.parts.triton_attention import LOG2E, finish, key_range, online, seen
 from tilery.parts.triton_attention_forward import bounds, clear, tile_of_rows
+from tilery.parts.triton_attention_plan import L2, Config
 from tilery.parts.triton_tiles import far
 from tilery.spec import Artifact, TensorSpec, Work
-
-archs = ARCHS
-
-_L2 = 2**25  # bytes of keys and values that programs running together may share: about half of an H200's
-
-
-@dataclass(frozen=True)
-class Config:
-    block_m: int  # queries
-    block_n: int  # keys
-    num_warps: int
-    num_stages: int
-    tma: bool = False  # keys and values come by TMA, which takes no registers
-
-    @property
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 def refusal(*specs: Any, config: Config | None = None) -> str | None:
@@ -220,7 +202,7 @@ def _call(p: Problem, config: Config, q_rope, k_rope, layout: str):
     packed, tiles = p.cu_q is not None, triton.cdiv(p.queries, config.block_m)
     turned_q, turned_k = heads(q_rope, layout).strides, heads(k_rope, layout).strides
     tokens = (p.q.shape[0], p.k.shape[0]) if packed else (p.queries, p.keys)
-    band = max(_L2 // (max(p.keys, 1) * (p.size + p.value) * p.q.dtype.itemsize), 1)
+    band = max(L2 // (max(p.keys, 1) * (p.size + p.value) * p.q.dtype.itemsize), 1)
     streamed = [_descriptor(x, config.block_n, layout) if config.tma else x for x in (p.k, k_rope, p.v)]
     arguments = (
         p.q, q_rope, *streamed, p.out, p.cu_q, p.cu_k, p.batch, *tokens, tiles, band,
