@@ -14,9 +14,11 @@ from tilery.parts.attention import Problem, pairs
 from tilery.parts.heads import heads
 from tilery.parts.triton_attention import LOG2E, finish, key_range, online, seen
 from tilery.parts.triton_attention_forward import bounds, clear, tile_of_rows
-from tilery.parts.triton_attention_plan import L2, Config
+from tilery.parts.triton_attention_plan import L2, Config, archs
 from tilery.parts.triton_tiles import far
 from tilery.spec import Artifact, TensorSpec, Work
+
+__all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refusal", "run"]
 
 
 def refusal(*specs: Any, config: Config | None = None) -> str | None:
