@@ -144,7 +144,7 @@ def cases() -> list[Case]:
         ),
         case(_PLAIN, m=70, heads=2, kv_heads=1, n=64, dtype="e4m3"),
         case(_PLAIN, m=40, keys=70, heads=2, kv_heads=1, n=32, dtype="e5m2", causal=False, softcap=4.0, order="thd"),
-        case(m=40, heads=2, kv_heads=1, n=64, dtype="fp16", strength=1e4, scale=1.0),  # logits of tens of thousands
+        case(m=40, heads=2, kv_heads=1, n=64, dtype="fp16", strength=1e3, scale=1.0),  # logits of ±1e4
         case(m=40, **small, dtype="fp32", scale=-0.5),
         case(m=20, **small, dtype="fp32", scale=0.0),
         case(m=1, heads=2, kv_heads=1, n=64, dtype="fp16"),

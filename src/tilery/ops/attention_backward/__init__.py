@@ -230,7 +230,7 @@ _CPU: dict[str, Any] = {"m": 1024, "heads": 8, "kv_heads": 2, "n": 64, "dlse": F
             case(m=0, heads=4, kv_heads=2, n=32, dtype="fp16", order="thd", lengths="3+17+0+9"),
             case(m=0, heads=2, kv_heads=1, n=32, dtype="fp32", order="thd", lengths="3:7+20:5+0:4+4:0", causal=False),
             case(m=0, heads=2, kv_heads=1, n=64, dtype="bf16", order="thd", lengths="70:70+9:33"),
-            case(m=1, heads=1, kv_heads=1, n=16, dtype="fp32"),
+            case(m=1, heads=8, kv_heads=2, n=16, dtype="fp32"),  # one key: all of dq comes from dlse
             case(m=5, keys=0, heads=2, kv_heads=1, n=16, dtype="fp32"),  # every query sees nothing
             case(m=0, heads=2, kv_heads=1, n=32, dtype="fp16"),  # nothing to launch
             case(m=20, heads=4, kv_heads=2, n=32, dtype="fp16", layout="padded"),

@@ -246,7 +246,7 @@ _BENCH: dict[str, Any] = {**_DEEPSEEK, "block_size": 64, "dtype": "bf16"}
             case(m=4, context=90, dtype="fp16", queries=2, lengths="ragged", **_SMALL),  # contiguous
             case(m=2, context=33, dtype="fp32", queries=16, **_SMALL),
             case(m=2, context=600, heads=2, latent=16, rope=16, dtype="fp32", block_size=128),  # in several pieces
-            case(m=1, context=1, block_size=64, heads=1, latent=16, rope=16, dtype="fp32"),
+            case(m=1, context=1, block_size=64, heads=8, latent=16, rope=16, dtype="fp32"),  # one key
             case(m=2, context=0, dtype="fp32", **_SMALL),  # no key at all
             case(m=2, context=0, block_size=64, dtype="fp16", **_SMALL),
             case(m=0, context=16, block_size=64, dtype="fp32", **_SMALL),  # nothing to launch
