@@ -40,6 +40,12 @@ def vector(size: int, dtype: str, g: torch.Generator) -> Tensor:
     return torch.randn(size, generator=g, device=g.device).to(dtype_of(dtype))
 
 
+def away_from_zero(shape: Any, g: torch.Generator) -> Tensor:
+    """Normal values moved from zero by a half: a whole row may be judged by what one of them leaves."""
+    values = torch.randn(shape, generator=g, device=g.device)
+    return values + torch.full_like(values, 0.5).copysign(values)
+
+
 def _lay(values: Tensor, layout: str) -> Tensor:
     rows, columns = values.shape
     if layout == "contiguous":

@@ -32,9 +32,22 @@ def attend(
     `slopes` [H] (times key - place) are added to scores, which `softcap` has bent before. `sinks` [H] are scores
     without a value. A query that sees nothing has zeros and an lse of -inf.
     """
-    (queries, heads), (keys, groups) = q.shape[:2], k.shape[:2]
-    k, v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
-    scores = torch.einsum("shd,thd->hst", q, k) * scale
+    share, made = q.shape[1] // k.shape[1], []
+    for group in range(k.shape[1]):  # one after another: the scores of all heads may be more than a GPU holds
+        of = slice(group * share, (group + 1) * share)
+        each = bias if bias is None or bias.shape[0] == 1 else bias[of]
+        per_head = (x if x is None else x[of] for x in (slopes, sinks))
+        made.append(_group(q[:, of], k[:, group], v[:, group], scale, causal, window, softcap, seen, each, *per_head))
+    return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made])
+
+
+def _group(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int, softcap: float, seen: Tensor | None,
+    bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`attend` of the heads that share k [T, D] and v [T, E]."""
+    (queries, heads), keys = q.shape[:2], k.shape[0]
+    scores = torch.einsum("shd,td->hst", q, k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     place = torch.arange(queries, device=q.device).unsqueeze(1) + keys - queries
@@ -53,7 +66,7 @@ def attend(
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(q.dtype)[:, None])
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-    return torch.einsum("hst,the->she", weights, v), lse
+    return torch.einsum("hst,te->she", weights, v), lse
 
 
 def reference(

@@ -142,7 +142,7 @@ def inputs(
     q, k, v = drawn(heads, tokens, n), drawn(kv_heads, of_keys, n), drawn(kv_heads, of_keys, value)
     dout = drawn(heads, tokens, value, special)
     out, lse = _forward(q, k, v, spans, causal)
-    given = torch.randn(heads, tokens, generator=g, device=g.device) if dlse else None
+    given = random.away_from_zero((heads, tokens), g) if dlse else None
     most = [max((pair[i] for pair in parts), default=0) for i in range(2)]
     made = {"dout": dout, "dlse": given, "q": q, "k": k, "v": v, "result": out, "lse": lse}
     if not parts:
@@ -281,16 +281,28 @@ def _gradients(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of one sequence: q [S, H, D], k [T, G, D], v [T, G, E], lse [H, S]."""
-    (queries, count), (keys, groups) = q.shape[:2], k.shape[:2]
-    wide_k, wide_v = (x.repeat_interleave(count // groups, 1) for x in (k, v))
-    scores = torch.einsum("shd,thd->hst", q, wide_k) * scale
+    """Of one sequence: q [S, H, D], k [T, G, D], v [T, G, E], lse [H, S]; keys one head after another, for memory."""
+    share, made = q.shape[1] // k.shape[1], []
+    for group in range(k.shape[1]):
+        of = slice(group * share, (group + 1) * share)
+        mine = dout[:, of], None if dlse is None else dlse[of], q[:, of], k[:, group], v[:, group], out[:, of], lse[of]
+        made.append(_group(*mine, scale, causal))
+    dq, dk, dv = zip(*made)
+    return torch.cat(dq, 1), torch.stack(dk, 1), torch.stack(dv, 1)
+
+
+def _group(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of the heads that share k [T, D] and v [T, E]."""
+    queries, keys = q.shape[0], k.shape[0]
+    scores = torch.einsum("shd,td->hst", q, k) * scale
     if causal:
         place = torch.arange(queries, device=q.device).unsqueeze(1) + keys - queries
         scores = scores.masked_fill(torch.arange(keys, device=q.device) > place, -torch.inf)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1)).to(q.dtype)
     shift = (dout * out).sum(-1).t() - (0 if dlse is None else dlse)
-    grad = weights * (torch.einsum("she,the->hst", dout, wide_v) - shift.unsqueeze(-1)).to(q.dtype) * scale
-    dk, dv = torch.einsum("hst,shd->thd", grad, q), torch.einsum("hst,she->the", weights, dout)
-    dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
-    return torch.einsum("hst,thd->shd", grad, wide_k), dk, dv
+    grad = weights * (torch.einsum("she,te->hst", dout, v) - shift.unsqueeze(-1)).to(q.dtype) * scale
+    dk, dv = torch.einsum("hst,shd->td", grad, q), torch.einsum("hst,she->te", weights, dout)
+    return torch.einsum("hst,td->shd", grad, k), dk, dv

@@ -42,7 +42,7 @@ def inputs(
     g = draw.generator(seed, device)
     logits = rows.draw(m, n, dtype, g, layout, "none", batch)
     shape = logits.shape[:-1]
-    dloss, dlse = (torch.randn(shape, generator=g, device=device) for _ in range(2))
+    dloss, dlse = (draw.away_from_zero(shape, g) for _ in range(2))
     return {
         "dloss": dloss, "dlse": dlse, "logits": logits, "targets": draw_targets(shape, n, g, ignored),
         "lse": logits.float().logsumexp(-1), "label_smoothing": label_smoothing, "z_loss": z_loss,

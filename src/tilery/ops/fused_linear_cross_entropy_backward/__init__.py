@@ -50,7 +50,7 @@ def inputs(
     g = draw.generator(seed, device)
     x, weight = draw_projection(m, n, k, dtype, g, layout, special, batch)
     shape = x.shape[:-1]
-    dloss, dlse = (torch.randn(shape, generator=g, device=device) for _ in range(2))
+    dloss, dlse = (draw.away_from_zero(shape, g) for _ in range(2))
     return {
         "dloss": dloss, "dlse": dlse, "x": x, "weight": weight, "targets": draw_targets(shape, n, g, ignored),
         "lse": (x.float() @ weight.float().t()).logsumexp(-1), "label_smoothing": label_smoothing, "z_loss": z_loss,
