@@ -112,7 +112,7 @@ def packed_cases(**more: Any) -> list[Case]:
     return [
         case(m=3, n=4096, dtype="fp32", packed=True, **more),
         case(m=3, n=127, dtype="bf16", packed=True, **more),  # up starts at an odd element
-        case(m=1, n=1, dtype="fp16", packed=True, **more),
+        case(m=9, n=1, dtype="fp16", packed=True, **more),
         case(m=0, n=128, dtype="fp32", packed=True, **more),
         case(m=2, n=96, dtype="fp16", batch=3, packed=True, **more),
         case(m=5, n=256, dtype="fp32", layout="misaligned", packed=True, **more),
@@ -188,7 +188,7 @@ def backward_cases(**more: Any) -> list[Case]:
         case(m=3, n=4096, dtype="fp32", **more),
         case(m=3, n=127, dtype="bf16", **more),
         case(m=5, n=1000, dtype="fp16", **more),
-        case(m=1, n=1, dtype="fp32", **more),
+        case(m=9, n=1, dtype="fp32", **more),
         case(m=0, n=128, dtype="fp32", **more),
         case(m=2, n=96, dtype="fp16", batch=3, **more),
         case(m=5, n=257, dtype="bf16", layout="misaligned", **more),

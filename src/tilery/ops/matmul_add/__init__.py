@@ -79,7 +79,7 @@ def _torch(a: Tensor, b: Tensor, c: Tensor, alpha: float, beta: float, precision
             case(m=40, n=56, k=64, dtype="fp32", layout_c="transposed", beta=0.25),
             case(m=1, n=128, k=256, dtype="bf16", beta=0.5),  # one row
             case(m=3, n=300, k=64, dtype="fp32", alpha=2.0, layout_c="transposed"),
-            case(m=1, n=1, k=1, dtype="fp32"),
+            case(m=9, n=1, k=1, dtype="fp32"),
             case(m=0, n=64, k=64, dtype="fp16"),  # nothing to launch
             case(m=64, n=0, k=64, dtype="fp16"),
             case(m=40, n=24, k=0, dtype="fp16", beta=2.0),  # c alone
