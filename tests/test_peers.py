@@ -1,5 +1,8 @@
 """Peers: named in contracts, loaded only if there."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,6 +60,30 @@ def test_what_a_forward_saves_is_computed_once_for_each_input():
     assert saved(x, 2.0) == 5  # another eps
     x.zero_()
     assert saved(x, 2.0) == 2  # other values
+
+
+def test_what_is_saved_is_computed_anew_for_other_tensors_beside_it():
+    seen = []
+    saved = peers.Saved(lambda x, by, more: [x @ by + more, seen.append(1)][0])
+    x, by, other = torch.ones(3), torch.ones(3), torch.zeros(3)
+    assert [saved(x, by, 1), saved(x, by, 1), saved(x, other, 1), saved(x, other, 2)] == [4, 4, 1, 2]
+    other.fill_(1.0)
+    assert saved(x, other, 2) == 5 and len(seen) == 4
+
+
+def test_what_is_saved_goes_with_its_tensor():
+    made = []
+
+    def forward(x):
+        made.append(weakref.ref(found := torch.ones(3)))
+        return found
+
+    saved, x = peers.Saved(forward), torch.ones(3)
+    saved(x)
+    assert made[0]() is not None
+    del x
+    gc.collect()
+    assert made[0]() is None
 
 
 @pytest.mark.parametrize("op", ["fp8_matmul", "fp8_matmul_rowwise"])

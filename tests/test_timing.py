@@ -1,5 +1,6 @@
 """The timer on a CPU with arms of known length; the same functions serve the GPU."""
 
+import contextlib
 import statistics
 import time
 from types import SimpleNamespace
@@ -135,6 +136,26 @@ def test_caches_are_cold():
         x.sum()
         warm = min(warm, (time.perf_counter() - start) * 1e3)
     assert cold > warm
+
+
+def test_every_set_was_called_before_a_graph_is_captured(monkeypatch):
+    """With fakes: an arm that looks at each set once, from the host, must not do so while it is captured."""
+    called, captured = [], []
+
+    @contextlib.contextmanager
+    def capture(graph):
+        before = len(called)
+        yield
+        captured.extend(called[before:])
+
+    monkeypatch.setattr(timing, "_elapsed", lambda work, meanwhile=None: [work(), 1.0][1])
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    sampler = timing._gpu_sampler(called.append, 64, torch.device("cuda", 0), QUICK)
+    assert sampler.how == "graph" and captured == list(range(64))
+    assert set(called[: -len(captured)]) == set(range(64))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -73,20 +74,33 @@ class Compiled:
 
 
 class Saved:
-    """What torch's forward keeps for its backward: computed when an x is first seen, so not in the time of an arm.
+    """What a peer knows or keeps before it is called: computed when an x is first seen, so not in the time of an arm.
 
-    While a CUDA graph is captured nothing is kept: only a replay would fill it, and another arm would find it.
+    It must not hold x, or x would never be freed. While a CUDA graph is captured nothing is kept: only a replay would
+    fill it, and another arm would find it.
     """
 
-    def __init__(self, forward: Callable[[Tensor, float], Any]) -> None:
+    def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
         self._found = WeakTensorKeyDictionary()
 
-    def __call__(self, x: Tensor, eps: float) -> Any:
-        of = eps, x._version
-        known, found = self._found.get(x, (None, None))
-        if known != of:
-            found = self._forward(x, eps)
+    def __call__(self, x: Tensor, *more: Any) -> Any:
+        """Computed anew for other values of x, or of what is given beside it."""
+        known, found = self._found.get(x, ((), None))
+        given = x._version, *more
+        if len(known) != len(given) or not all(map(_is, known, given)):
+            found = self._forward(x, *more)
             if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-                self._found[x] = of, found
+                self._found[x] = tuple(map(_mark, given)), found
         return found
+
+
+def _mark(value: Any) -> Any:
+    return (weakref.ref(value), value._version) if isinstance(value, Tensor) else value
+
+
+def _is(mark: Any, value: Any) -> bool:
+    """Whether that is the mark of this value."""
+    if isinstance(value, Tensor):
+        return isinstance(mark, tuple) and mark[0]() is value and mark[1] == value._version
+    return bool(mark == value)

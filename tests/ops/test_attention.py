@@ -12,7 +12,7 @@ from tilery.errors import BadInput
 from tilery.op import REGISTRY
 from tilery.parts.attention import pairs
 from tilery.parts.attention_cases import draw
-from tilery.spec import case
+from tilery.spec import TensorSpec, case
 from tilery.workbench.compile import specs_for
 
 OP, LSE = REGISTRY["attention"], REGISTRY["attention_lse"]
@@ -39,6 +39,17 @@ def test_layouts_mean_the_same(backend):
     how = {"causal": True, "layout": "thd", "max_seqlen_q": 20, "max_seqlen_k": 20, "backend": backend}
     packed, packed_lse = tilery.attention_lse(*(x.flatten(0, 1) for x in (q, k, v)), ends, ends, **how)
     assert close(packed.view_as(out), out) and close(packed_lse.view(4, 2, 20).transpose(0, 1), lse)
+
+
+@pytest.mark.parametrize("bias", ["none", "fp32", "shared"])
+def test_the_reference_holds_the_scores_of_one_key_head_at_a_time(monkeypatch, bias):
+    """Of 32 heads and 16384 tokens all scores would be 64 GiB: no GPU could check that case."""
+    given, sizes, einsum = drawn(bias=bias, slopes=True, sinks=True, softcap=3.0, window=9), [], torch.einsum
+    monkeypatch.setattr(torch, "einsum", lambda *x: [made := einsum(*x), sizes.append(made.numel())][0])
+    out, lse = LSE.reference(*LSE.complete((), given))
+    assert max(sizes[::2]) == 2 * 20 * 20
+    wide = given | {name: given[name].repeat_interleave(2, 2) for name in "kv"}
+    assert all(map(close, LSE.reference(*LSE.complete((), wide)), (out, lse)))
 
 
 @EITHER
@@ -199,3 +210,17 @@ def test_tensors_off_16_bytes_and_empty_ones_go_without_tma():
             default = OP.kernel("triton").default(*specs)
             assert not default.tma
             assert "TMA takes" in dispatch.problem_refusal(OP, "triton", specs, replace(default, tma=True))
+
+
+def test_keys_that_all_sequences_share_in_memory_go_without_tma():
+    """It has no stride of 0."""
+    given = drawn(batch=2, m=20, dtype="fp16")
+    given |= {name: given[name][:1].expand(2, -1, -1, -1) for name in "kv"}
+    specs = tuple(
+        s._replace(device=torch.device("cuda:0")) if isinstance(s, TensorSpec) else s
+        for s in OP.specs(OP.complete((), given))
+    )
+    with device.pretend("sm_90"):
+        default = OP.kernel("triton").default(*specs)
+        assert not default.tma
+        assert "one in memory" in dispatch.problem_refusal(OP, "triton", specs, replace(default, tma=True))

@@ -1,13 +1,19 @@
 """The backward of attention beyond its cases: autograd through the ops, what is refused, what no sequence has."""
 
+import sys
+
 import pytest
 import torch
 
 import tilery
+from tilery import device
 from tilery.errors import BadInput, NoBackward
 from tilery.op import REGISTRY
+from tilery.spec import TensorSpec, case
+from tilery.workbench.compile import specs_for
 
 OP = REGISTRY["attention_backward"]
+MODULE = sys.modules["tilery.ops.attention_backward"]  # tilery.ops has the op by this name
 BACKENDS = ["numba", pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted"))]
 
 
@@ -110,3 +116,36 @@ def test_logits_of_ten_thousand_have_finite_gradients(backend):
 def test_refuses_in_a_sentence(change, says):
     with pytest.raises(BadInput, match=says):
         OP(**drawn() | change)
+
+
+def test_the_reference_holds_the_scores_of_one_key_head_at_a_time(monkeypatch):
+    """Those of all heads of 16384 tokens would not fit in a GPU."""
+    given = OP.inputs(m=9, keys=12, heads=6, kv_heads=3, n=16, dtype="fp32", device="cpu")
+    sizes, einsum = [], torch.einsum
+    monkeypatch.setattr(torch, "einsum", lambda *x: [made := einsum(*x), sizes.append(made.numel())][0])
+    dq, dk, dv = OP.reference(*OP.complete((), given))
+    assert max(sizes) < 3 * 2 * 9 * 12
+    wide = given | {name: given[name].repeat_interleave(2, 2) for name in "kv"}
+    each = OP.reference(*OP.complete((), wide))
+    summed = [x.unflatten(2, (3, 2)).sum(3) for x in each[1:]]
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip((dq, dk, dv), (each[0], *summed)))
+
+
+def test_more_sequences_than_a_grid_has_are_refused():
+    given = case(m=0, heads=2, kv_heads=1, n=32, dtype="fp16", order="thd", lengths="3+5")
+    specs = [
+        s._replace(shape=(65537,)) if isinstance(s, TensorSpec) and s.dtype == torch.int32 else s
+        for s in specs_for(OP, given)
+    ]
+    assert "65535 sequences, got 65536" in OP.kernel("triton").refusal(*specs)
+
+
+def test_offsets_are_wide_for_tokens_far_apart_alone():
+    """Not for sequences: of these every offset is wide."""
+    kernel = OP.kernel("triton")
+    for params, wide in (({"m": 4096, "batch": 4, "heads": 32}, False), ({"m": 6, "layout": "far"}, True)):
+        specs = specs_for(OP, case(**params, n=128, dtype="bf16"))
+        shift = kernel.workspace(*specs, config=None)
+        with device.pretend("sm_90"):
+            made = kernel._launches(MODULE.problem(OP.outputs(*specs), specs), kernel.default(*specs), *shift)
+        assert {how["FAR"] for _, _, _, how, _ in made if "FAR" in how} == {wide}

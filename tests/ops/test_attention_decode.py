@@ -112,6 +112,31 @@ def test_tokens_of_no_sequence_are_zeros_where_keys_are_cut():
     assert not out[36:].any() and out[:36].any(-1).all()
 
 
+def test_cutile_takes_fewer_keys_where_they_lie_off_16_bytes():
+    """They pass through registers: 64 would spill 1.5 KB of a thread, and take a minute to compile."""
+    kernel = pytest.importorskip("cuda.tile") and DECODE.kernel("cutile")
+    for layout, most in (("padded", 64), ("misaligned", 32)):
+        specs = specs_for(DECODE, case(m=2, keys=64, n=64, dtype="bf16", block_size=16, layout=layout))
+        with device.pretend("sm_90"):
+            found = kernel.configs(*specs)
+        assert max(c.keys for c in found) == most and kernel.default(*specs) == found[0]
+
+
+@pytest.mark.parametrize(("queries", "window"), [(1, 0), (4, 0), (4, 3), (16, 9), (16, 0)])
+def test_cost_counts_what_queries_see(queries, window):
+    """Bytes too: of a window, and of sequences in one piece that are full."""
+    keys, head = 12, 2 * 16  # numbers of k and v in a head
+    specs = specs_for(
+        DECODE, case(m=3, keys=keys, queries=queries, heads=4, kv_heads=2, n=16, dtype="fp16", window=window)
+    )
+    place = torch.arange(queries).unsqueeze(1) + keys - queries
+    key = torch.arange(keys)
+    seen = (key <= place) & ((place - key < window) if window else True)
+    cost, q = DECODE.cost(*specs), 3 * queries * 4 * 16 * 2
+    assert cost.flops == 3 * 4 * 2 * head * seen.sum()
+    assert (cost.reads, cost.writes) == (q + 3 * 2 * head * 2 * int(seen.any(0).sum()), q)
+
+
 def test_decode_is_a_chunk_of_few_tokens():
     args = drawn(DECODE, "cpu", m=2, keys=100, queries=5, n=32, dtype="fp32", lengths="100+61", block_size=16)
     chunk = {n: v for n, v in args.items() if n != "q"} | {"q": args["q"].flatten(0, 1)}

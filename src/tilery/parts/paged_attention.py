@@ -8,8 +8,7 @@ from torch import Tensor
 from tilery import inputs as random
 from tilery.errors import require
 from tilery.parts import kv_cache
-from tilery.parts.attention import attend
-from tilery.peers import Saved
+from tilery.parts.attention import attend, pairs
 from tilery.spec import Cost, TensorSpec, dtype_name
 
 SIZES = (16, 32, 64, 80, 96, 128, 192, 256)
@@ -106,7 +105,7 @@ def cost(
     seen = min(keys, queries + window - 1) if window else keys
     kv_heads, size = k_cache.shape[2:]
     values = 2 * sequences * seen * kv_heads * size * k_cache.dtype.itemsize
-    by_query = min(keys, window) if window else max(keys - (queries - 1) / 2, 0)
+    by_query = pairs(queries, keys, True, window) / max(queries, 1)
     return Cost(int(4 * (q.nbytes // q.dtype.itemsize) * by_query), q.nbytes + values, q.nbytes)
 
 
@@ -194,19 +193,6 @@ def draw_queries(shape: tuple[int, ...], dtype: str, layout: str, g: Any) -> Ten
     *most, heads, size = shape
     wide = heads if layout == "contiguous" else heads + 2
     return torch.randn(*most, wide, size, generator=g, device=g.device).to(random.dtype_of(dtype))[..., :heads, :]
-
-
-# What peers must know on the host is not in their time.
-host_list = Saved(lambda x, _: x.tolist())
-
-
-def host_read(cache: Tensor, b: int, length: int, block_table: Tensor) -> Tensor:
-    """`read` for peers: a view where the blocks lie one after another."""
-    used = -(-length // cache.shape[1])
-    blocks = host_list(block_table, 0.0)[b][:used]
-    if used and blocks == list(range(blocks[0], blocks[0] + used)):
-        return cache[blocks[0] : blocks[0] + used].flatten(0, 1)[:length]
-    return read(cache, b, length, block_table, None, cache.dtype)
 
 
 def model_sizes(model: Any) -> list[dict[str, int]]:

@@ -64,6 +64,8 @@ def _tma_refusal(p: Problem) -> str | None:
         return "TMA takes no empty tensors"
     sides = ((p.q, p.q_strides), (p.k, p.k_strides), (p.v, p.v_strides))
     steps = [step for x, strides in sides for step in _matrices(x, p, strides)[1]]
+    if not all(steps):
+        return "TMA takes no heads or sequences that are one in memory"
     if any(step * p.k.dtype.itemsize % 16 for step in steps) or not all(x.aligned for x, _ in sides):
         return "TMA takes queries, keys and values that begin at multiples of 16 bytes"
     return None

@@ -184,23 +184,22 @@ def _ends(lengths: list[int], device: Any) -> Tensor:
 
 
 def _torch(dout: Tensor, dlse: Tensor | None, *rest: Any) -> Any:
-    """FlashAttention-2 as torch has it, from what a forward saved; heads that share a key have it repeated."""
+    """FlashAttention-2 as torch has it, from what a forward saved; its own of a CPU takes a key for every head."""
     q, k, v, out, lse, cu_q, _, scale, causal, layout, _, _ = rest
     if dlse is not None or cu_q is not None or (causal and _lengths_differ(q, k, layout)):
         raise NotImplementedError("torch's backward has no gradient of lse, no packed sequences and no longer keys")
     given = [x if layout == "bhsd" else x.transpose(1, 2) for x in (dout, q, k, v, out)]
-    count = given[1].shape[1] // given[2].shape[1]
-    given[2:4] = [x.repeat_interleave(count, 1) for x in given[2:4]]
     if q.is_cuda:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
         none, most = torch.empty(0, dtype=torch.int64, device=q.device), (given[1].shape[2], given[2].shape[2])
         grads = flash(*given, lse, None, None, *most, 0.0, causal, none, none, scale=scale)
     else:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        grads = flash(*given, lse, 0.0, causal, scale=scale)
-    dq, *both = grads
-    dk, dv = (x.unflatten(1, (-1, count)).sum(2) for x in both)
-    return tuple(x if layout == "bhsd" else x.transpose(1, 2) for x in (dq, dk, dv))
+        count = given[1].shape[1] // given[2].shape[1]
+        given[2:4] = [x.repeat_interleave(count, 1) for x in given[2:4]]
+        dq, *both = flash(*given, lse, 0.0, causal, scale=scale)
+        grads = dq, *(x.unflatten(1, (-1, count)).sum(2) for x in both)
+    return tuple(x if layout == "bhsd" else x.transpose(1, 2) for x in grads)
 
 
 def _lengths_differ(q: Tensor, k: Tensor, layout: str) -> bool:

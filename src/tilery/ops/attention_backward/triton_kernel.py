@@ -16,6 +16,7 @@ from tilery.spec import Artifact, TensorSpec, Work
 archs = ARCHS
 
 _ROWS = 32  # tokens of a program that only reads
+_MOST_SEQUENCES = 65535  # along a grid's third axis
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Config:
 
 def refusal(*specs, config: Config | None = None) -> str | None:
     p = problem(outputs(*specs), specs)
+    if p.batch > _MOST_SEQUENCES:
+        return f"takes up to {_MOST_SEQUENCES} sequences, got {p.batch}"
     if config is None:
         return None
     limit = device.shared_limit(device.arch(p.q.device))
@@ -101,7 +104,7 @@ def _launches(p: Problem, config: Config, shift):
     shapes, strides = (p.cu_q, p.cu_k, p.queries, p.keys, p.scale), p.strides("q", "k", "v", "dout")
     kept = {
         "PER": p.heads // p.kv_heads, "SIZE": p.size, "VALUE": p.value, "BLOCK_D": _block(p.size),
-        "BLOCK_E": _block(p.value), "ROWS": config.rows, "CAUSAL": p.causal, "FAR": far(*strides),
+        "BLOCK_E": _block(p.value), "ROWS": config.rows, "CAUSAL": p.causal, "FAR": far(*strides[1::3]),
     }  # fmt: skip
     grid = triton.cdiv(p.keys, config.rows), p.kv_heads, p.batch
     arguments = *inputs, p.dk, p.dv, *shapes, *strides, *p.strides("dk", "dv"), sequence, head

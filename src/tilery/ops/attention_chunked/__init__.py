@@ -1,4 +1,4 @@
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from tilery import inputs as random
 from tilery.errors import require
 from tilery.op import op
 from tilery.parts import paged_attention as paged
+from tilery.parts import paged_peers
 from tilery.parts.paged_attention import ALLOWED
 from tilery.peers import baselines
 from tilery.spec import Bucket, Case, Cost, TensorSpec, case
@@ -77,44 +78,46 @@ def inputs(
     }  # fmt: skip
 
 
-def _each(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor, lengths: Tensor, block_table: Tensor, *rest: Any
-) -> Any:  # fmt: skip
-    """Of each sequence that has queries: where they are, q, k and v as [1, heads, tokens, D]."""
-    edges, long = paged.host_list(cu_seqlens_q, 0.0), paged.host_list(lengths, 0.0)
-    for b, length in enumerate(long):
-        start, end = edges[b : b + 2]
+def _each(q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor, lengths: Tensor, table: Tensor) -> Any:
+    """Of each sequence that has queries: which it is, where they are, q, k and v as [1, heads, tokens, D]."""
+    edges = paged_peers.host_list(cu_seqlens_q)
+    for b, (start, end) in enumerate(pairwise(edges)):
         if end > start:
-            kv = [paged.host_read(x, b, length, block_table) for x in (k_cache, v_cache)]
-            yield slice(start, end), *(x.transpose(0, 1).unsqueeze(0) for x in (q[start:end], *kv))
+            kv = [paged_peers.one_sequence(x, b, lengths, table) for x in (k_cache, v_cache)]
+            yield b, slice(start, end), [x.transpose(0, 1).unsqueeze(0) for x in (q[start:end], *kv)]
 
 
-def _sdpa(q: Tensor, k_cache: Tensor, *args: Any) -> Tensor:
-    """A call for each sequence, its pages gathered first unless they lie in order; sizes are known to the host."""
-    *_, k_scale, _, sinks, scale, window, softcap, _ = args
-    assert k_scale is None and sinks is None and not softcap, "torch has no attention like it"
-    out = torch.empty_like(q)
-    for where, q_part, k, v in _each(q, k_cache, *args):
-        rows, keys = q_part.shape[2], k.shape[2]
-        place = torch.arange(keys - rows, keys, device=q.device).unsqueeze(1)
-        key = torch.arange(keys, device=q.device)
-        mask = (key <= place) & (place - key < window) if window else key <= place
-        made = F.scaled_dot_product_attention(q_part, k, v, mask, scale=scale, enable_gqa=True)
+def _sdpa(q: Tensor, *args: Any, masked: bool = False) -> Tensor:
+    """A call for each sequence, sizes known to the host; with a mask in memory for windows, or if `masked`."""
+    from torch.nn.attention.bias import causal_lower_right  # imports Triton
+
+    *tensors, k_scale, _, sinks, scale, window, softcap, _ = args
+    paged_peers.without("torch's attention", k_scale=k_scale, sinks=sinks, softcap=softcap)
+    edges, out = paged_peers.host_list(tensors[2]), torch.empty_like(q)
+    chunks = tuple(b - a for a, b in pairwise(edges))
+    for b, where, (query, k, v) in _each(q, *tensors):
+        rows, keys = query.shape[2], k.shape[2]
+        if masked or window or rows > keys:
+            mask = paged_peers.masks_of_chunks(tensors[3], chunks, window, q.dtype)[b]
+        else:
+            mask = causal_lower_right(rows, keys)
+        made = F.scaled_dot_product_attention(query, k, v, mask, scale=scale, enable_gqa=True)
         out[where] = made[0].transpose(0, 1)
     return out
 
 
-def _cudnn(q: Tensor, k_cache: Tensor, *args: Any) -> Tensor:
+def _cudnn(*args: Any) -> Tensor:
+    """Torch gives it no causal mask of fewer queries than keys, so it has one that is added."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return _sdpa(q, k_cache, *args)
+        return _sdpa(*args, masked=True)
 
 
-def _flash(q: Tensor, k_cache: Tensor, *args: Any) -> Tensor:
+def _flash(q: Tensor, *args: Any) -> Tensor:
     """Its causal mask is bottom-right."""
-    *_, k_scale, _, sinks, scale, window, softcap, _ = args
-    assert k_scale is None and sinks is None and not window and not softcap, "it knows none of these"
+    *tensors, k_scale, _, sinks, scale, window, softcap, _ = args
+    paged_peers.without("torch's FlashAttention", k_scale=k_scale, sinks=sinks, window=window, softcap=softcap)
     out = torch.empty_like(q)
-    for where, *qkv in _each(q, k_cache, *args):
+    for _, where, qkv in _each(q, *tensors):
         made = torch.ops.aten._scaled_dot_product_flash_attention(*qkv, 0.0, True, scale=scale)
         out[where] = made[0][0].transpose(0, 1)
     return out

@@ -9,6 +9,7 @@ from tilery import inputs as random
 from tilery.errors import require
 from tilery.op import op
 from tilery.parts import paged_attention as paged
+from tilery.parts import paged_peers
 from tilery.parts.paged_attention import ALLOWED
 from tilery.peers import baselines
 from tilery.spec import Bucket, Case, Cost, TensorSpec, case
@@ -72,39 +73,43 @@ def inputs(
     }  # fmt: skip
 
 
-def _sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *rest: Any) -> Tensor:
-    """Without sinks and soft cap; a paged cache is gathered first, one of fp8 is widened."""
+def _ready(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, table: Any, *scales: Any) -> list[Tensor]:
+    """q, k and v as [B, heads, tokens, D]; an fp8 cache is widened, which a user would do at every step."""
+    kv = [paged_peers.in_one_piece(x, lengths, table) for x in (k_cache, v_cache)]
+    if k_cache.dtype != q.dtype:
+        kv = [x.to(q.dtype) * by.to(q.dtype).unsqueeze(-1) for x, by in zip(kv, scales)]
+    return [x.transpose(1, 2) for x in (q, *kv)]
+
+
+def _sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *rest: Any, masked: bool = False) -> Tensor:
+    """With a mask where sequences are not full, and always for several queries if `masked`."""
     table, k_scale, v_scale, sinks, scale, window, softcap = rest
-    assert sinks is None and not softcap, "torch's attention has no sinks and no soft cap"
-    queries, keys = q.shape[1], paged.bound(k_cache, table)
-    if table is not None:
-        pages = table.clamp(0, k_cache.shape[0] - 1).long()
-        k_cache, v_cache = (x[pages].flatten(1, 2) for x in (k_cache, v_cache))
-    if k_scale is not None:
-        scales = (k_cache, k_scale), (v_cache, v_scale)
-        k_cache, v_cache = (x.to(q.dtype) * by.to(q.dtype).unsqueeze(-1) for x, by in scales)
-    mask = None
-    if queries > 1 or window or any(length < keys for length in paged.host_list(lengths, 0.0)):
-        place = lengths[:, None] - queries + torch.arange(queries, device=q.device)
-        key = torch.arange(keys, device=q.device)
-        mask = key <= place[..., None]
-        mask = (mask & (place[..., None] - key < window) if window else mask).unsqueeze(1)
-    q, k, v = (x.transpose(1, 2) for x in (q, k_cache, v_cache))
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True).transpose(1, 2)
+    paged_peers.without("torch's attention", sinks=sinks, softcap=softcap)
+    query, k, v = _ready(q, k_cache, v_cache, lengths, table, k_scale, v_scale)
+    keys, mask = paged.bound(k_cache, table), None
+    if window or not paged_peers.full(k_cache, lengths, table) or (masked and q.shape[1] > 1) or q.shape[1] > keys:
+        mask = paged_peers.masks(lengths, q.shape[1], keys, window, q.dtype)
+    elif q.shape[1] > 1:
+        from torch.nn.attention.bias import causal_lower_right  # imports Triton
+
+        mask = causal_lower_right(q.shape[1], keys)
+    return F.scaled_dot_product_attention(query, k, v, mask, scale=scale, enable_gqa=True).transpose(1, 2)
 
 
-def _cudnn(q: Tensor, k_cache: Tensor, *rest: Any) -> Tensor:
+def _cudnn(*args: Any) -> Tensor:
+    """Torch gives it no causal mask of fewer queries than keys, so several have one that is added."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return _sdpa(q, k_cache, *rest)
+        return _sdpa(*args, masked=True)
 
 
 def _flash(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *rest: Any) -> Tensor:
-    """Takes no mask: all sequences are full, and queries stand at the end."""
-    table, k_scale, _, sinks, scale, window, softcap = rest
-    assert table is None and k_scale is None and sinks is None and not window and not softcap, "it knows none of these"
-    assert all(n == k_cache.shape[1] for n in paged.host_list(lengths, 0.0)), "it takes full sequences alone"
-    q, k, v = (x.transpose(1, 2) for x in (q, k_cache, v_cache))
-    made = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, q.shape[2] > 1, scale=scale)
+    """Takes no mask: all sequences are full, and its causal queries stand at the end."""
+    table, k_scale, v_scale, sinks, scale, window, softcap = rest
+    paged_peers.without("torch's FlashAttention", sinks=sinks, window=window, softcap=softcap)
+    if not paged_peers.full(k_cache, lengths, table):
+        raise NotImplementedError("torch's FlashAttention takes full sequences alone")
+    qkv = _ready(q, k_cache, v_cache, lengths, table, k_scale, v_scale)
+    made = torch.ops.aten._scaled_dot_product_flash_attention(*qkv, 0.0, q.shape[1] > 1, scale=scale)
     return made[0].transpose(1, 2)
 
 

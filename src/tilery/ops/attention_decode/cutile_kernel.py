@@ -51,6 +51,8 @@ def _candidates(p: Problem) -> list[Config]:
     if size > 128:
         return [narrow]
     few, many = [Config(16, 64, splits), Config(16, 32, splits)], [Config(64, 64, splits), narrow]
+    if not all(x.aligned and not any(step * x.dtype.itemsize % 16 for step in x.strides[:3]) for x in (p.k, p.v)):
+        few, many = few[1:], many[1:]  # without TMA 64 keys pass through registers: spilled, compiled in 90 s
     return few + many if rows <= 16 else many
 
 

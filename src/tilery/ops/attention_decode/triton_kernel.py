@@ -59,7 +59,11 @@ def configs(*specs) -> list[Config]:
         found = [Config(16, keys, _splits(p), *rest) for keys, *rest in tiles]
     else:
         splits = dict.fromkeys(max(int(_splits(p) * times), 1) for times in (1, 2, 0.5))
-        found = [Config(_rows(p), keys, s, *rest) for s in splits for keys, *rest in _TILES]
+        rows = _rows(p)
+        # Of the others scores and weights take more registers than a thread has; 64 rows are for wgmma, of 4 warps.
+        most = 1024 if rows >= 64 else 512
+        tiles = [tile for tile in _TILES if rows * tile[0] <= most * tile[1] and tile[1] >= rows // 16]
+        found = [Config(rows, keys, s, *rest) for s in splits for keys, *rest in tiles]
     return [c for c in found if attention.refusal(p, c) is None]
 
 

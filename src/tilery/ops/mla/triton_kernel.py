@@ -43,6 +43,8 @@ def _tma_refusal(*streamed: TensorSpec, layout: str) -> str | None:
     for x in streamed:
         if not all(x.shape):
             return "TMA takes no empty tensors"
+        if not all(_matrices(x, layout)[1]):
+            return "TMA takes no heads or sequences that are one in memory"
         if not x.aligned or any(step * x.dtype.itemsize % 16 for step in _matrices(x, layout)[1]):
             return "TMA takes keys and values that begin at multiples of 16 bytes"
     return None

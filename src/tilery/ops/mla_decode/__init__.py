@@ -7,8 +7,8 @@ from torch import Tensor
 from tilery import inputs as random
 from tilery.errors import require
 from tilery.op import op
-from tilery.parts import kv_cache
-from tilery.parts.attention import attend
+from tilery.parts import kv_cache, paged_peers
+from tilery.parts.attention import attend, pairs
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
@@ -97,7 +97,7 @@ def cost(
     s = sizes(q, q_rope, cache, block_table)
     width = s.latent + s.rope
     out, lse = outputs(q)
-    flops = 2 * s.batch * s.queries * s.heads * s.bound * (width + s.latent)
+    flops = 2 * s.batch * s.heads * pairs(s.queries, s.bound, True, 0) * (width + s.latent)
     keys = s.batch * s.bound * width * cache.dtype.itemsize
     return Cost(flops, q.nbytes + q_rope.nbytes + keys, out.nbytes + lse.nbytes)
 
@@ -194,33 +194,43 @@ def _fill(cache: Tensor, table: Tensor | None, s: int, length: int, order: Tenso
             cache[order[here : here + 1], :count] = values
 
 
-def _gathered(q: Tensor, cache: Tensor, lengths: Tensor, block_table: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys [B, S, L + R] in one piece, and which of them each token sees [B, Q, S]."""
-    keys = cache if block_table is None else cache[block_table.clamp(0, len(cache) - 1).long()].flatten(1, 2)
-    place = lengths[:, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device)
-    return keys, torch.arange(keys.shape[1], device=q.device) <= place[:, :, None]
+def _ready(q: Tensor, cache: Tensor, lengths: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Keys [B, S, L + R] in one piece, and what is added to scores [B, 1, Q, S] if not all queries see all keys."""
+    keys = paged_peers.in_one_piece(cache, lengths, table)
+    if q.shape[1] == 1 and paged_peers.full(cache, lengths, table):
+        return keys, None
+    return keys, paged_peers.masks(lengths, q.shape[1], keys.shape[1], 0, q.dtype)
 
 
 def _sdpa(
     q: Tensor, q_rope: Tensor, cache: Tensor, lengths: Tensor, block_table: Tensor | None, scale: float
 ) -> tuple[Tensor, None]:
     """It gives no lse."""
-    keys, mask = _gathered(q, cache, lengths, block_table)
+    keys, mask = _ready(q, cache, lengths, block_table)
     queries = torch.cat((q, q_rope), -1).transpose(1, 2)
     k, v = keys[:, None], keys[:, None, :, : q.shape[3]]
-    out = F.scaled_dot_product_attention(queries, k, v, mask[:, None], scale=scale, enable_gqa=True)
+    out = F.scaled_dot_product_attention(queries, k, v, mask, scale=scale, enable_gqa=True)
     return out.transpose(1, 2), None
 
 
-def _products(
-    q: Tensor, q_rope: Tensor, cache: Tensor, lengths: Tensor, block_table: Tensor | None, scale: float
-) -> tuple[Tensor, None]:
-    """Two batched products with all heads of a sequence as rows: what torch.compile makes the best of."""
-    keys, mask = _gathered(q, cache, lengths, block_table)
+def _products(q: Tensor, q_rope: Tensor, keys: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Two batched products with all heads of a sequence as rows."""
     queries = torch.cat((q, q_rope), -1).flatten(1, 2)
     scores = (queries @ keys.transpose(1, 2)).unflatten(1, q.shape[1:3]).float() * scale
-    weights = scores.masked_fill(~mask[:, :, None], -torch.inf).softmax(-1).to(q.dtype)
-    return (weights.flatten(1, 2) @ keys[..., : q.shape[3]]).unflatten(1, q.shape[1:3]), None
+    if mask is not None:
+        scores = scores + mask.transpose(1, 2)
+    weights = scores.softmax(-1).to(q.dtype)
+    return (weights.flatten(1, 2) @ keys[..., : q.shape[3]]).unflatten(1, q.shape[1:3])
+
+
+_compiled_products = Compiled(_products)
+
+
+def _compiled(
+    q: Tensor, q_rope: Tensor, cache: Tensor, lengths: Tensor, block_table: Tensor | None, scale: float
+) -> tuple[Tensor, None]:
+    """What torch.compile makes the best of; it gives no lse."""
+    return _compiled_products(q, q_rope, *_ready(q, cache, lengths, block_table), scale), None
 
 
 _FAR = {"cutile": "below 2**31"}
@@ -231,7 +241,7 @@ _BENCH: dict[str, Any] = {**_DEEPSEEK, "block_size": 64, "dtype": "bf16"}
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=allowed, runtime=("scale",),
-    kernels=("numba", "triton", "cutile"), baselines=baselines(torch=_sdpa, compile=Compiled(_products)),
+    kernels=("numba", "triton", "cutile"), baselines=baselines(torch=_sdpa, compile=_compiled),
     model_sizes=lambda model: _model_sizes(model),
     cases={
         "test": [
