@@ -113,8 +113,9 @@ def _configs(p: Problem) -> list[Config]:
         sizes = [(16, 32, 4), (32, 16, 4), (32, 32, 4), (32, 32, 8)]
         found = [Config(*size, 2) for size in sizes]
     else:
-        sizes = [(64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8)]
-        sizes += [(128, 128, 4)] if p.value <= 64 else []  # larger ones spill
+        sizes = [(64, 64, 4), (64, 128, 4), (128, 64, 8), (128, 128, 8)]
+        sizes += [(128, 64, 4)] if p.value <= 128 else []  # larger ones spill
+        sizes += [(128, 128, 4)] if p.value <= 64 else []
         found = [Config(*size, stages, tma=True) for size in sizes for stages in (2, 3, 4)]
         found += [Config(*size, stages) for size in ((64, 32, 4), (64, 64, 4), (128, 64, 8)) for stages in (2, 3)]
     return [c for c in found if _refusal(p, c) is None]
