@@ -1,4 +1,4 @@
-"""Tensor maps: what TMA must know of a matrix to fetch boxes of it. Made by the driver, passed to a kernel by value."""
+"""Tensor maps: what TMA must know of a tensor to fetch boxes of it. Made by the driver, passed to a kernel by value."""
 
 import ctypes
 import functools
@@ -48,22 +48,43 @@ def refusal(name: str, x: Any) -> str | None:
     return None
 
 
+def heads_refusal(name: str, x: Any, sizes: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+    """The same of a tensor seen with these sizes, columns and rows first, and strides of all but the columns."""
+    if not (x.aligned if hasattr(x, "aligned") else x.data_ptr() % 16 == 0):
+        return f"{name} must start at a multiple of 16 bytes for TMA to fetch from it"
+    for size, stride in zip(sizes[1:], strides):
+        if size > 1 and stride * x.dtype.itemsize % 16:
+            return f"tokens and heads of {name} must start at multiples of 16 bytes for TMA, got stride {stride}"
+        if size > 1 and stride < sizes[0]:
+            return f"tokens and heads of {name} must not overlap for TMA to fetch them, got stride {stride}"
+    return None
+
+
 def of(x: Any, box_rows: int) -> TensorMap:
     """Of a tensor [rows, columns]: boxes of so many rows of SPAN bytes, swizzled, zeros where they are outside."""
     rows, columns = x.shape
-    return _made(x.data_ptr(), rows, columns, x.stride(0) if rows > 1 else columns, box_rows, x.dtype.itemsize)
+    return _made(x.data_ptr(), (columns, rows), (x.stride(0) if rows > 1 else columns,), box_rows, x.dtype.itemsize)
+
+
+def of_heads(x: Any, sizes: tuple[int, ...], strides: tuple[int, ...], box_rows: int) -> TensorMap:
+    """The same of a tensor as `heads_refusal` sees it; where there is one alone, any stride will do."""
+    steps = tuple(stride if size > 1 else sizes[0] for size, stride in zip(sizes[1:], strides))
+    return _made(x.data_ptr(), sizes, steps, box_rows, x.dtype.itemsize)
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _made(address: int, rows: int, columns: int, stride: int, box_rows: int, itemsize: int) -> TensorMap:
-    assert 0 < box_rows <= _MOST_ROWS and rows and columns and address % 16 == 0 and stride * itemsize % 16 == 0
-    made = TensorMap()
-    sizes, strides = (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(stride * itemsize)
-    box, steps = (ctypes.c_uint32 * 2)(SPAN // itemsize, box_rows), (ctypes.c_uint32 * 2)(1, 1)
+def _made(address: int, sizes: tuple[int, ...], steps: tuple[int, ...], box_rows: int, itemsize: int) -> TensorMap:
+    assert 0 < box_rows <= _MOST_ROWS and all(sizes) and address % 16 == 0
+    assert all(step * itemsize % 16 == 0 for step in steps)
+    made, rank = TensorMap(), len(sizes)
+    lengths, strides = (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*(n * itemsize for n in steps))
+    box = (ctypes.c_uint32 * rank)(SPAN // itemsize, box_rows, *[1] * (rank - 2))
+    apart = (ctypes.c_uint32 * rank)(*[1] * rank)
     how = int(_PLAIN), int(_SWIZZLE), int(_PROMOTION), int(_ZEROS)
-    status = _encode()(made.address, int(_KINDS[itemsize]), 2, address, sizes, strides, box, steps, *how)
+    status = _encode()(made.address, int(_KINDS[itemsize]), rank, address, lengths, strides, box, apart, *how)
     if status:
-        what = f"[{rows}, {columns}] of {itemsize} bytes with stride {stride} at {address:#x}, boxes of {box_rows} rows"
+        what = f"{list(sizes[::-1])} of {itemsize} bytes with strides {list(steps[::-1])} at {address:#x}"
+        what += f", boxes of {box_rows} rows"
         raise RuntimeError(f"CUDA: making a tensor map of {what}: {driver.CUresult(status).name}")
     return made
 

@@ -18,10 +18,13 @@ struct Product;
 #define TILERY_SUMS16(i) TILERY_SUMS8(i), TILERY_SUMS8(i + 8)
 #define TILERY_SUMS24(i) TILERY_SUMS16(i), TILERY_SUMS8(i + 16)
 #define TILERY_SUMS32(i) TILERY_SUMS16(i), TILERY_SUMS16(i + 16)
+#define TILERY_SUMS40(i) TILERY_SUMS32(i), TILERY_SUMS8(i + 32)
 #define TILERY_SUMS44(i) TILERY_SUMS32(i), TILERY_SUMS8(i + 32), TILERY_SUMS4(i + 40)
 #define TILERY_SUMS48(i) TILERY_SUMS32(i), TILERY_SUMS16(i + 32)
+#define TILERY_SUMS56(i) TILERY_SUMS48(i), TILERY_SUMS8(i + 48)
 #define TILERY_SUMS64(i) TILERY_SUMS32(i), TILERY_SUMS32(i + 32)
 #define TILERY_SUMS80(i) TILERY_SUMS64(i), TILERY_SUMS16(i + 64)
+#define TILERY_SUMS88(i) TILERY_SUMS64(i), TILERY_SUMS24(i + 64)
 #define TILERY_SUMS96(i) TILERY_SUMS64(i), TILERY_SUMS32(i + 64)
 #define TILERY_SUMS112(i) TILERY_SUMS96(i), TILERY_SUMS16(i + 96)
 #define TILERY_SUMS128(i) TILERY_SUMS64(i), TILERY_SUMS64(i + 64)
@@ -30,11 +33,14 @@ struct Product;
 #define TILERY_NAMES16 TILERY_NAMES8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define TILERY_NAMES24 TILERY_NAMES16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define TILERY_NAMES32 TILERY_NAMES24 ",%24,%25,%26,%27,%28,%29,%30,%31"
-#define TILERY_NAMES44 TILERY_NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43"
+#define TILERY_NAMES40 TILERY_NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define TILERY_NAMES44 TILERY_NAMES40 ",%40,%41,%42,%43"
 #define TILERY_NAMES48 TILERY_NAMES44 ",%44,%45,%46,%47"
-#define TILERY_NAMES64 TILERY_NAMES48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define TILERY_NAMES56 TILERY_NAMES48 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define TILERY_NAMES64 TILERY_NAMES56 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define TILERY_NAMES80 TILERY_NAMES64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define TILERY_NAMES96 TILERY_NAMES80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define TILERY_NAMES88 TILERY_NAMES80 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define TILERY_NAMES96 TILERY_NAMES88 ",%88,%89,%90,%91,%92,%93,%94,%95"
 #define TILERY_NAMES112 TILERY_NAMES96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define TILERY_NAMES128 TILERY_NAMES112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 // COUNT sums a thread; X, Y and KEEP are the places of the operands behind them; FLAGS end the list of operands.
@@ -60,7 +66,10 @@ struct Product;
     TILERY_PRODUCT(A, B, 128, K, 64, 64, 65, 66, FLAGS)
 #define TILERY_WIDE_PRODUCTS(A, B, K, FLAGS)             \
     TILERY_PRODUCTS(A, B, K, FLAGS)                      \
+    TILERY_PRODUCT(A, B, 80, K, 40, 40, 41, 42, FLAGS)   \
+    TILERY_PRODUCT(A, B, 112, K, 56, 56, 57, 58, FLAGS)  \
     TILERY_PRODUCT(A, B, 160, K, 80, 80, 81, 82, FLAGS)  \
+    TILERY_PRODUCT(A, B, 176, K, 88, 88, 89, 90, FLAGS)  \
     TILERY_PRODUCT(A, B, 192, K, 96, 96, 97, 98, FLAGS)  \
     TILERY_PRODUCT(A, B, 224, K, 112, 112, 113, 114, FLAGS) \
     TILERY_PRODUCT(A, B, 256, K, 128, 128, 129, 130, FLAGS)
@@ -70,6 +79,30 @@ TILERY_PRODUCTS(e4m3, e4m3, 32, "")
 TILERY_PRODUCTS(e4m3, e5m2, 32, "")
 TILERY_PRODUCTS(e5m2, e4m3, 32, "")
 TILERY_PRODUCTS(e5m2, e5m2, 32, "")
+
+// The same over 16 of K, of rows that are held in registers and of a tile whose rows are K. Sums that are rounded to two bytes
+// are such rows: four words a thread, of its rows as above, for every 16 columns. They may not change before product_end.
+template <typename T, int N>
+struct HeldProduct;
+
+#define TILERY_HELD_PRODUCT(T, N, COUNT, A0, A1, A2, A3, Y)                                                       \
+    template <>                                                                                                  \
+    struct HeldProduct<T, N> {                                                                                   \
+        static __device__ void add(float (&sums)[COUNT], const unsigned (&a)[4], u64 b) {                        \
+            asm volatile("{ .reg .pred keep; setp.eq.b32 keep, 0, 0;\n"                                          \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #T "." #T " {" TILERY_NAMES##COUNT "}," \
+                         "{%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #Y ", keep, 1, 1, 1; }"                      \
+                         : TILERY_SUMS##COUNT(0)                                                                 \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                  \
+        }                                                                                                        \
+    };
+#define TILERY_HELD_PRODUCTS(T)                                   \
+    TILERY_HELD_PRODUCT(T, 64, 32, 32, 33, 34, 35, 36)            \
+    TILERY_HELD_PRODUCT(T, 128, 64, 64, 65, 66, 67, 68)           \
+    TILERY_HELD_PRODUCT(T, 192, 96, 96, 97, 98, 99, 100)          \
+    TILERY_HELD_PRODUCT(T, 256, 128, 128, 129, 130, 131, 132)
+TILERY_HELD_PRODUCTS(f16)
+TILERY_HELD_PRODUCTS(bf16)
 
 // Sums that products change stay where they are from one end to the other: the compiler does not see how long they take.
 template <int COUNT>
@@ -102,6 +135,11 @@ __device__ inline u64 tile_descriptor(const void* tile) {
     const u64 address = shared_address(tile);
     return ((address & 0x3ffff) >> 4) | (u64{1} << 16) | (u64{PATTERN >> 4} << 32) | (u64{1} << 62);
 }
+// Of a tile whose rows are K: every SPAN bytes of a row lie `apart` from those before. Every 16 rows add 128.
+__device__ inline u64 held_descriptor(const void* tile, int apart) {
+    const u64 address = shared_address(tile);
+    return ((address & 0x3ffff) >> 4) | (static_cast<u64>(apart >> 4) << 16) | (u64{PATTERN >> 4} << 32) | (u64{1} << 62);
+}
 
 struct __align__(128) TensorMap { u64 words[16]; };  // made on the host: backends/tensor_maps.py
 
@@ -114,7 +152,20 @@ __device__ inline void load_tile(Arrival& arrival, void* to, const TensorMap& ma
                  "[%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)), "l"(&map),
                  "r"(shared_address(&arrival.state)), "r"(k), "r"(row) : "memory");
 }
-// The same, of what nobody asks for again: it is the first to leave the L2.
+// The same of a tensor of four dimensions, of which a box has two; and into every block that `blocks` has a bit for.
+__device__ inline void load_box(Arrival& arrival, void* to, const TensorMap& map, int column, int row, int third, int fourth) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(to)), "l"(&map),
+                 "r"(shared_address(&arrival.state)), "r"(column), "r"(row), "r"(third), "r"(fourth) : "memory");
+}
+__device__ inline void load_box_for(unsigned blocks, Arrival& arrival, void* to, const TensorMap& map, int column, int row,
+                                    int third, int fourth) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(to)), "l"(&map),
+                 "r"(shared_address(&arrival.state)), "r"(column), "r"(row), "r"(third), "r"(fourth),
+                 "h"(static_cast<unsigned short>(blocks)) : "memory");
+}
+// load_tile, of what nobody asks for again: it is the first to leave the L2.
 __device__ inline u64 once() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -104,10 +104,26 @@ _ODD = {"cutile": "power of two"}
 _WIDE = {"cutile": "in fp32"}
 
 
+def _hopper(one: Case) -> Case:
+    """The case, with what TMA and wgmma do not take of it."""
+    more = ("bias", "slopes", "sinks", "softcap", "padding")
+    if one.params["dtype"] not in ("fp16", "bf16"):
+        words = "fp16 and bf16 alone"
+    elif any(one.params.get(name) for name in more):
+        words = "no more than packed sequences, causal and window"
+    elif "value" in one.params:
+        words = "of one size"
+    elif one.params.get("layout") == "misaligned":
+        words = "16 bytes"
+    else:
+        return one
+    return Case(one.params, one.refused_by | {"cuda.hopper": words})
+
+
 def cases() -> list[Case]:
     """What attention and attention_lse must bear."""
     small: dict[str, Any] = {"heads": 2, "kv_heads": 1, "n": 16}
-    return [
+    found = [
         case(m=20, heads=4, kv_heads=2, n=32, dtype="fp32", batch=2),
         case(m=70, heads=4, kv_heads=2, n=64, dtype="fp16"),
         case(m=70, heads=4, kv_heads=2, n=64, dtype="bf16"),
@@ -161,6 +177,7 @@ def cases() -> list[Case]:
         case(m=20, **small, dtype="fp32", causal=False, special="nan"),
         case(m=20, **small, dtype="fp16", causal=False, special="inf"),
     ]  # fmt: skip
+    return [_hopper(one) for one in found]
 
 
 def bench_cases() -> dict[str, list[Case]]:

@@ -1,0 +1,221 @@
+"""Attention on Hopper by TMA and wgmma: which tiles, and how the kernel is built and launched.
+
+ops/attention/hopper.cu is the device side. Warpgroups of 64 queries each walk over blocks of keys from the last to the
+first; one more fetches. Heads whose size is no multiple of 64 lie in tiles that are, with zeros behind.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilery import device
+from tilery.backends import cuda_glue, tensor_maps
+from tilery.parts.attention import Problem, pairs, problem, problem_of_run
+from tilery.parts.fp8 import ceil_div
+from tilery.spec import Artifact, Work, dtype_name
+
+archs = ("sm_90",)
+
+_SOURCE = Path(__file__).parents[1] / "ops" / "attention" / "hopper.cu"
+_PARAMETERS = "TTTPPPPqqqqqiiiiiiiiif"
+_L2 = 2**25  # bytes of keys and values that blocks running together may share: about half of an H200's
+_FAR = 2**29  # tokens: more than a query sees
+_PATTERN, _BARRIERS, _RESERVED = 1024, 16, 1024  # bytes to align tiles, for a slot, that the driver takes of a block
+_TODO = 96  # bytes that say which tile is being done, and which is next
+_MOST_STAGES = 8
+_MANY = 1024  # queries, from which on blocks share keys: fewer may be an odd number of tiles
+
+# Queries and keys of a tile by the width of a head, what is likely best first: for those that see all keys, then for
+# those that do not. Larger ones do not fit the registers.
+_TILES = {
+    64: ((192, 112), (128, 128), (128, 192)),
+    128: ((128, 176), (128, 128)),
+    192: ((128, 112), (128, 96)),
+    256: ((128, 80), (128, 64)),
+}
+_CAUSAL = {128: (128, 128)}
+
+
+@dataclass(frozen=True)
+class Config:
+    block_m: int  # queries, 64 for each warpgroup
+    block_n: int  # keys
+    stages: int  # blocks of keys or of values that are under way
+    share: int = 1  # blocks of a cluster that fetch keys and values for each other
+    persistent: bool = True  # blocks go from tile to tile, else each has one
+
+    @property
+    def threads(self) -> int:
+        return self.block_m * 2 + 128
+
+    def shared(self, width: int) -> int:
+        """Bytes for heads that take so many columns."""
+        slots = self.stages * (self.block_n * width * 2 + _BARRIERS)
+        return _PATTERN + slots + self.block_m * width * 2 + _BARRIERS + _TODO
+
+
+def _width(size: int) -> int:
+    """Columns that a head takes in shared memory: 128 bytes at a time."""
+    return ceil_div(size, 64) * 64
+
+
+def _extras(p: Problem) -> list[str]:
+    asked = {
+        "key_mask": p.key_mask is not None, "bias": p.bias is not None, "slopes": p.slopes is not None,
+        "sinks": p.sinks is not None, "softcap": p.softcap > 0,
+    }  # fmt: skip
+    return [name for name, there in asked.items() if there]
+
+
+def _refusal(p: Problem, config: Config | None) -> str | None:
+    if p.q.dtype not in (torch.float16, torch.bfloat16):
+        return f"multiplies fp16 and bf16 alone, got {dtype_name(p.q.dtype)}"
+    if extra := _extras(p):
+        return f"takes no more than packed sequences, causal and window, got {', '.join(extra)}"
+    if p.size != p.value:
+        return f"heads of keys and values must be of one size, got {p.size} and {p.value}"
+    if max(_tokens(p)) >= _FAR or _pairs(p) * ceil_div(p.queries, 64) >= _FAR:
+        return f"numbers tokens and tiles up to {_FAR}, got {max(_tokens(p))} tokens in {_pairs(p)} heads"
+    for name, x, sizes, strides in _operands(p):
+        if all(sizes) and (why := tensor_maps.heads_refusal(name, x, sizes, strides)):
+            return why
+    return None if config is None else _config_refusal(p, config)
+
+
+def _config_refusal(p: Problem, config: Config) -> str | None:
+    width = _width(p.size)
+    if (config.block_m, config.block_n) not in _TILES[width]:
+        known = ", ".join(f"{m} × {n}" for m, n in _TILES[width])
+        return f"tiles of heads of {p.size} must be {known}, got {config.block_m} × {config.block_n}"
+    sharing = config.share == 2 and p.cu_q is None and config.block_m == 128  # more queries spill registers
+    if config.share != 1 and not sharing:
+        return f"share must be 1 or, of sequences that are not packed and tiles of 128 queries, 2, got {config.share}"
+    most = _fitting(config.block_m, config.block_n, width)
+    if not 2 <= config.stages <= most:
+        return f"stages must be 2 to {most} for shared memory to hold them, got {config.stages}"
+    return None
+
+
+def _fitting(block_m: int, block_n: int, width: int) -> int:
+    """Stages that shared memory has room for."""
+    room = device.shared_limit("sm_90") - _RESERVED - Config(block_m, block_n, 0).shared(width)
+    return min(room // (block_n * width * 2 + _BARRIERS), _MOST_STAGES)
+
+
+def _config(p: Problem, tile: tuple[int, int], share: int, persistent: bool) -> Config:
+    return Config(*tile, _fitting(*tile, _width(p.size)), share, persistent)
+
+
+def _default(p: Problem) -> Config:
+    """Packed sequences differ in length: their tiles go to whichever processor is free.
+
+    Blocks that share keys all see what one of them sees: not where queries see different ones.
+    """
+    width, partly = _width(p.size), p.causal or p.window > 0
+    found = [tile for tile in _TILES[width] if tile[0] == 128 or p.queries > 128]
+    tile = _CAUSAL.get(width, found[0]) if partly else found[0]
+    share = 2 if not partly and p.cu_q is None and width > 64 and p.queries > _MANY else 1
+    return _config(p, tile, share, persistent=p.cu_q is None)
+
+
+def _configs(p: Problem) -> list[Config]:
+    forms = ((1, True), (1, False), (2, True))
+    found = [_config(p, tile, *form) for tile in _TILES[_width(p.size)] for form in forms]
+    return [c for c in dict.fromkeys((_default(p), *found)) if _refusal(p, c) is None]
+
+
+def _estimate(p: Problem, config: Config) -> Work:
+    """Of a tile in the middle of its sequence: causal ones see half of the keys, about."""
+    there = pairs(p.queries, p.keys, p.causal, p.window)
+    keys = min(p.keys, ceil_div(there, max(p.queries, 1)) + config.block_n)
+    moved = (config.block_m + keys) * 2 * p.size * p.q.dtype.itemsize
+    blocks = p.batch * p.heads * ceil_div(p.queries, config.block_m)
+    return Work(blocks, 4 * config.block_m * keys * _width(p.size), moved)
+
+
+# Launches
+
+
+def _tokens(p: Problem) -> tuple[int, int]:
+    """Queries and keys of a sequence, or of all packed ones."""
+    return (p.q.shape[0], p.k.shape[0]) if p.cu_q is not None else (p.queries, p.keys)
+
+
+def _pairs(p: Problem) -> int:
+    """Of a sequence and a head; packed tokens that are left are a sequence too."""
+    return (p.batch + (p.cu_q is not None)) * p.heads
+
+
+def _operands(p: Problem) -> list[tuple[str, Any, tuple[int, ...], tuple[int, ...]]]:
+    """q, k and v as [sequences, heads, tokens, values], innermost first, and the strides of all but the values."""
+    queries, keys = _tokens(p)
+    sequences = 1 if p.cu_q is not None else p.batch
+    sides = (
+        ("q", p.q, queries, p.heads, p.q_strides),
+        ("k", p.k, keys, p.kv_heads, p.k_strides),
+        ("v", p.v, keys, p.kv_heads, p.v_strides),
+    )
+    return [(name, x, (p.size, tokens, count, sequences), (s[1], s[2], s[0])) for name, x, tokens, count, s in sides]
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, size: int, config: Config) -> cuda_glue.Kernel:
+    sizes = f"{size}, {config.block_n}, {config.block_m // 64}, {config.stages}, {config.share}"
+    name = f"hopper_attention<{cuda_glue.TYPES[dtype]}, {sizes}>"
+    shared = config.shared(_width(size))
+    return cuda_glue.Kernel(_SOURCE, name, _PARAMETERS, config.threads, shared, config.share, early=True)
+
+
+def _run(p: Problem, config: Config) -> None:
+    queries, keys = _tokens(p)
+    if keys == 0:  # there is no map of nothing
+        p.out.zero_()
+        if p.lse is not None:
+            p.lse.fill_(-torch.inf)
+        return
+    kernel, count = _kernel(p.q.dtype, p.size, config), _pairs(p)
+    tiles = ceil_div(p.queries, config.block_m * config.share)
+    boxes = config.block_m, config.block_n // config.share, config.block_n // config.share
+    maps = [tensor_maps.of_heads(x, sizes, steps, rows) for (_, x, sizes, steps), rows in zip(_operands(p), boxes)]
+    lse = (0, 0) if p.lse is None else (0, p.lse.stride(0)) if p.cu_q is not None else p.lse.stride()[:2]
+    pointers = (0 if x is None else x.data_ptr() for x in (p.out, p.lse, p.cu_q, p.cu_k))
+    group, shared = p.heads // p.kv_heads, p.keys * 2 * p.size * p.q.dtype.itemsize
+    band = min(group * max(_L2 // max(shared, 1), 1), count)
+    left = min(p.window, _FAR) - 1 if p.window else _FAR
+    shapes = p.batch, p.heads, group, queries, keys, tiles, band, left, 0 if p.causal else left
+    blocks = count * tiles * config.share
+    if config.persistent:
+        blocks = min(blocks, kernel.resident() // config.share * config.share)
+    kernel.launch(blocks, *maps, *pointers, *p.out_strides, *lse, *shapes, float(p.scale))
+
+
+def kernel(outputs: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    """refusal, default, configs, estimate, compile and run of an op with these outputs."""
+
+    def of(specs: tuple[Any, ...]) -> Problem:
+        return problem(outputs(*specs), specs)
+
+    def refusal(*specs: Any, config: Config | None = None) -> str | None:
+        return _refusal(of(specs), config)
+
+    def default(*specs: Any) -> Config:
+        return _default(of(specs))
+
+    def configs(*specs: Any) -> list[Config]:
+        return _configs(of(specs))
+
+    def estimate(*specs: Any, config: Config) -> Work:
+        return _estimate(of(specs), config)
+
+    def compile(specs: tuple[Any, ...], config: Config, arch: str) -> Artifact:
+        p = of(specs)
+        return _kernel(p.q.dtype, p.size, config).compile(arch)
+
+    def run(outs: Any, args: tuple[Any, ...], config: Config) -> None:
+        _run(problem_of_run(outs, args), config)
+
+    return refusal, default, configs, estimate, compile, run
