@@ -74,7 +74,9 @@ def test_is_the_first_that_a_gpu_is_asked_and_the_others_take_what_it_refuses(ar
             Config("wide", 128, 144, 4),
             "block_n of the wide form must be one of 32, 48, 64, 96, 128, 160, 192, 224, 256, got",
         ),
-        (Config("wide", 128, 128, 4, 4), "splits of the wide form must be one of 1, 2, got 4"),
+        (Config("wide", 128, 128, 4, 8), "splits of the wide form must be one of 1, 2, 3, 4, got 8"),
+        (Config("wide", 128, 256, 2, 4), None),
+        (Config("wide", 128, 256, 2, 3), None),
         (Config("wide", 128, 128, 4, 2, share=2), "blocks that share K do not fetch for each other and stage nothing"),
         (
             Config("wide", 128, 128, 4, 2, staged=True),
@@ -121,6 +123,13 @@ def test_few_rows_are_spread_over_the_processors_and_many_get_wide_tiles():
     assert chosen(128, 4096) == ("wide", 128, 32, 1, 1)
     assert chosen(512, 7168) == ("wide", 128, 224, 1, 1)
     assert chosen(4096, 4096) == ("wide", 128, 128, 1, 2)
+    assert chosen(1024, 1280, 8192) == ("wide", 128, 160, 2, 1)  # 64 tiles, two blocks each
+
+
+@pytest.mark.parametrize(("m", "cut", "blocks"), [(512, (128, 3), 120), (512, (192, 4), 112), (1024, (256, 3), 120)])
+def test_three_or_four_blocks_that_share_k_are_tried_where_tiles_are_few(m, cut, blocks):
+    found = [c for c in kernel.configs(*specs(m, 1280, 8192)) if (c.block_n, c.splits) == cut]
+    assert found and {c.blocks(m, 1280) for c in found} == {blocks}
 
 
 FORMS = [
@@ -129,6 +138,8 @@ FORMS = [
     (Config("wide", 128, 256, 3, staged=True, share=2), "bf16"),
     (Config("wide", 128, 256, 4), "bf16"),
     (Config("wide", 128, 160, 6, 2), "bf16"),
+    (Config("wide", 128, 256, 4, 3), "bf16"),  # shares of 10, 11 and 11 eights of columns
+    (Config("wide", 128, 224, 4, 4), "fp16"),
     (Config("few", 8, 112, 4, 1), "bf16"),
     (Config("few", 64, 48, 4, 8), "fp16"),
     (Config("few", 128, 128, 3, 2), "bf16"),
@@ -152,6 +163,7 @@ def test_every_form_builds_and_keeps_products_under_way(config, dtype):
         (40, Config("few", 16, 56, 4), 3 * 5, [16, 56]),
         (3000, Config("few", 16, 56, 4), 132, [16, 56]),
         (300, Config("wide", 128, 256, 4, 2), 3 * 2 * 2, [128, 256]),
+        (300, Config("wide", 128, 128, 4, 3), 3 * 3 * 3, [128, 128]),
         (300, Config("wide", 128, 256, 4), 3 * 2, [128, 256]),
         (300, Config("wide", 128, 256, 3, staged=True, share=2), 4 * 2, [128, 128, 64]),
         (30_000, Config("wide", 128, 256, 4, share=2), 132, [128, 128]),
@@ -161,7 +173,7 @@ def test_launches_as_planned(m, config, blocks, boxes, monkeypatch):
     launched, asked = [], []
     monkeypatch.setattr(cuda_glue.Kernel, "launch", lambda self, *given: launched.append((self, given)))
     monkeypatch.setattr(cuda_glue.Kernel, "resident", lambda self: 132)
-    monkeypatch.setattr(tensor_maps, "of", lambda x, rows: asked.append((list(x.shape), rows)) or (x.data_ptr(), rows))
+    monkeypatch.setattr(tensor_maps, "at", lambda *given: asked.append(given) or given)
     n, k = 264, 256
     args = matmul.complete((), matmul.inputs(m=m, n=n, k=k, device="cpu"))
     c = torch.empty(m, n, dtype=torch.bfloat16)
@@ -169,7 +181,8 @@ def test_launches_as_planned(m, config, blocks, boxes, monkeypatch):
     ((made, (grid, *maps, pointer, rows, columns, depth)),) = launched
     assert (grid, pointer, rows, columns, depth) == (blocks, c.data_ptr(), m, n, k)
     assert (made.threads, made.shared, made.cluster) == (config.threads, config.shared, config.splits * config.share)
-    assert asked == [(shape, box) for shape, box in zip(([m, k], [n, k], [m, n]), boxes)]
+    whats = (args[0].data_ptr(), m, k, k), (args[1].data_ptr(), n, k, k), (c.data_ptr(), m, n, n)
+    assert asked == [(*what, box, 2) for what, box in zip(whats, boxes)]
     assert len(maps) == (3 if config.form == "wide" else 2)
 
 

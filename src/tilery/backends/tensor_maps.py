@@ -63,7 +63,12 @@ def heads_refusal(name: str, x: Any, sizes: tuple[int, ...], strides: tuple[int,
 def of(x: Any, box_rows: int) -> TensorMap:
     """Of a tensor [rows, columns]: boxes of so many rows of SPAN bytes, swizzled, zeros where they are outside."""
     rows, columns = x.shape
-    return _made(x.data_ptr(), (columns, rows), (x.stride(0) if rows > 1 else columns,), box_rows, x.dtype.itemsize)
+    return at(x.data_ptr(), rows, columns, x.stride(0), box_rows, x.dtype.itemsize)
+
+
+def at(address: int, rows: int, columns: int, stride: int, box_rows: int, itemsize: int) -> TensorMap:
+    """Of a matrix that need not be a tensor of two dimensions; `stride` is from row to row, in values."""
+    return _made(address, (columns, rows), (stride if rows > 1 else columns,), box_rows, itemsize)
 
 
 def of_heads(x: Any, sizes: tuple[int, ...], strides: tuple[int, ...], box_rows: int) -> TensorMap:

@@ -16,13 +16,13 @@ __device__ inline void transpose_quad(unsigned (&words)[4]) {
     }
 }
 
-// One row of 2 · COUNT columns from `left` on, of which this thread has pairs, 4 sums apart, from `first` on. Every thread
-// of a warp calls it; what is not `inside` is not stored.
-template <typename T, int COUNT>
-__device__ void store_row(T* row, int left, int n, bool inside, const float (&sums)[COUNT], int first) {
-    constexpr int GROUPS = COUNT / 4;
+// One row of 2 · COUNT columns from `left` on, of which this thread has pairs, 4 sums apart, from `first` on; of those the
+// eights from BEGIN to END, -1 for all. Every thread of a warp calls it; what is not `inside` is not stored.
+template <int BEGIN = 0, int END = -1, typename T, int COUNT>
+__device__ __forceinline__ void store_row(T* row, int left, int n, bool inside, const float (&sums)[COUNT], int first) {
+    constexpr int GROUPS = END < 0 ? COUNT / 4 : END;
     const int quad = threadIdx.x % 4;
-    int g = 0;
+    int g = BEGIN;
     if constexpr (sizeof(T) == 2) {
         if (n % 8 == 0) {  // 16 bytes a thread, 64 a quad
 #pragma unroll
@@ -38,7 +38,7 @@ __device__ void store_row(T* row, int left, int n, bool inside, const float (&su
         }
     }
 #pragma unroll
-    for (int rest = 0; rest < GROUPS; ++rest) {
+    for (int rest = BEGIN; rest < GROUPS; ++rest) {
         if (rest < g) continue;
         const int col = left + 8 * rest + 2 * quad;
         const float pair[2] = {sums[4 * rest + first], sums[4 * rest + first + 1]};
@@ -101,25 +101,54 @@ __device__ inline void push(float4* place, Arrival& arrival, int rank, float4 va
                    "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w) : "memory");
 }
 
-// Two blocks of a cluster have parts of the sums of two warpgroups each: adds up those of the warpgroup with the block's rank.
-// `place` takes the other block's part, COUNT floats a thread, when both have let go of it; `sent` expects it.
-template <int COUNT>
-__device__ void add_up(float (&sums)[COUNT], int warpgroup, int rank, float4* place, Arrival& sent) {
-    float4* const mine = place + threadIdx.x % 128;
-    Cluster<2>::meet();  // all threads of both blocks
-    if (warpgroup != rank) {
-#pragma unroll
-        for (int i = 0; i < COUNT; i += 4)
-            push(mine + i / 4 * 128, sent, 1 - rank, {sums[i], sums[i + 1], sums[i + 2], sums[i + 3]});
-    } else {
-        sent.wait(0);
-#pragma unroll
-        for (int i = 0; i < COUNT; i += 4) {
-            const float4 other = mine[i / 4 * 128];
-            sums[i] += other.x, sums[i + 1] += other.y, sums[i + 2] += other.z, sums[i + 3] += other.w;
-        }
+// A tile of BN columns whose parts are in the registers of two warpgroups in each of SPLITS blocks of a cluster. Every block adds
+// up a share of the columns, eight by eight: its own part first, then the others' in the order of their ranks.
+template <int BN, int SPLITS>
+struct SharedColumns {
+    static constexpr int EIGHTS = BN / 8, MOST = (EIGHTS + SPLITS - 1) / SPLITS, THREADS = 256;  // four sums a thread
+    static constexpr int BYTES = (SPLITS - 1) * MOST * THREADS * 16;  // for parts from the others
+
+    // visit(share, rank): the compiler must know which sums a share has.
+    template <int RANK>
+    struct Share {
+        static constexpr int BEGIN = EIGHTS * RANK / SPLITS, END = EIGHTS * (RANK + 1) / SPLITS;
+    };
+    template <int RANK = 0, typename Visit>
+    static __device__ __forceinline__ void each(Visit visit) {
+        visit(Share<RANK>{}, RANK);
+        if constexpr (RANK + 1 < SPLITS) each<RANK + 1>(visit);
     }
-}
+
+    // Of one thread, before the blocks meet.
+    static __device__ void expect(Arrival& sent, int rank) {
+        sent.init();
+        sent.expect((SPLITS - 1) * (EIGHTS * (rank + 1) / SPLITS - EIGHTS * rank / SPLITS) * THREADS * 16);
+    }
+    // Of all threads that multiply, while the others call `meet` of the cluster; `place` is free when all have come.
+    static __device__ __forceinline__ void add_up(float (&sums)[BN / 2], int rank, float4* place, Arrival& sent) {
+        float4* const mine = place + threadIdx.x;
+        Cluster<SPLITS>::meet();
+        each([&](auto share, int to) {
+            if (to == rank) return;
+            float4* const there = mine + (rank - (rank > to)) * MOST * THREADS;
+#pragma unroll
+            for (int e = share.BEGIN; e < share.END; ++e)
+                push(there + (e - share.BEGIN) * THREADS, sent, to,
+                     {sums[4 * e], sums[4 * e + 1], sums[4 * e + 2], sums[4 * e + 3]});
+        });
+        sent.wait(0);
+        each([&](auto share, int own) {
+            if (own != rank) return;
+#pragma unroll
+            for (int e = share.BEGIN; e < share.END; ++e)
+#pragma unroll
+                for (int p = 0; p < SPLITS - 1; ++p) {
+                    const float4 other = mine[(p * MOST + e - share.BEGIN) * THREADS];
+                    sums[4 * e] += other.x, sums[4 * e + 1] += other.y, sums[4 * e + 2] += other.z, sums[4 * e + 3] += other.w;
+                }
+        });
+    }
+};
 
 // Where few rows of a are cut: tiles of TOKENS × BN, for clusters of SPLITS blocks that share K. Those have one tile, other
 // blocks go on until there are none.
@@ -215,9 +244,11 @@ struct SharedTile {
             sent.expect((SPLITS - 1) * FOURS * 16);
         }
     }
-    // Of all threads; the tile's first is token `first` and column `left` of c [m, n].
+    // Of all threads; the tile's first is token `first` and column `left` of c [m, n]. `finish(four, token, column)` may change
+    // four sums before they are stored.
+    template <typename Finish>
     static __device__ void store(const float (&sums)[COUNT], float* mine, void* others, Arrival& sent, T* c, int first, int left,
-                                 int m, int n) {
+                                 int m, int n, Finish finish) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = cluster::rank();
         const auto got = reinterpret_cast<float4(*)[FOURS]>(others);
         const auto four_at = [&](int e) { return reinterpret_cast<float4*>(mine + e / (BN / 4) * LINE + e % (BN / 4) * 4); };
@@ -248,6 +279,7 @@ struct SharedTile {
                 four[0] += one.x, four[1] += one.y, four[2] += one.z, four[3] += one.w;
             }
             if (t >= m) continue;
+            finish(four, t, col);
             T* const to = c + i64{t} * n + col;
             if (n % 4 == 0) {
                 if (col < n) ::store(to, four);

@@ -20,6 +20,9 @@ from tilery.spec import Cost, TensorSpec, dtype_name
 ALLOWED = {torch.float32: 5e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 ALLOWED_TF32 = {torch.float32: 1e-3}
 PRECISIONS = ("ieee", "tf32")
+# What cases of products with an epilogue declare as refused: tensor cores round fp32, TMA wants rows on 16 bytes.
+TF32 = {"cuda.hopper": "tf32"}
+TMA = {"cuda.hopper": "16 bytes"}
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": F.relu,

@@ -220,6 +220,6 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 64) fp8_matmul_few(
     if constexpr (SPLITS > 1) {
         __syncthreads();  // all have let go of the ring
         Tile::store(sums, reinterpret_cast<float*>(ring.tiles), ring.behind(), sent, c, tiles.first(tiles.start),
-                    tiles.left(tiles.start), m, n);
+                    tiles.left(tiles.start), m, n, [](float (&)[4], int, int) {});
     }
 }

@@ -7,7 +7,7 @@ from tilery import inputs as draw
 from tilery.errors import require
 from tilery.op import op
 from tilery.parts import products, rows
-from tilery.parts.products import ACTIVATIONS, Product
+from tilery.parts.products import ACTIVATIONS, TF32, TMA, Product
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
@@ -90,36 +90,42 @@ def _torch(
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=products.allowed,
-    kernels=("numba", "triton"),
+    kernels=("numba", "triton", "cuda.hopper"),
     baselines=baselines(torch=products.peer(_torch), compile=products.peer(Compiled(_torch))),
     model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears()],
     cases={
         "test": [
-            case(m=40, n=72, k=80, dtype="fp32", bias=True, residual=True, activation="gelu"),
+            case(m=40, n=72, k=80, dtype="fp32", bias=True, residual=True, activation="gelu", refused_by=TF32),
             case(m=40, n=72, k=80, dtype="fp16", bias=True, residual=True, activation="silu"),
             case(m=40, n=72, k=80, dtype="bf16", bias=True, residual=True, activation="gelu_tanh"),
             case(m=130, n=136, k=72, dtype="fp16"),  # several tiles each way
-            case(m=65, n=33, k=97, dtype="fp32", bias=True, activation="silu"),  # odd tails on every side
-            case(m=65, n=33, k=97, dtype="bf16", residual=True),
-            case(m=65, n=33, k=97, dtype="fp32", activation="gelu_tanh"),
-            case(m=33, n=65, k=40, dtype="fp16", bias=True, activation="relu"),
+            case(m=65, n=33, k=97, dtype="fp32", bias=True, activation="silu", refused_by=TF32),  # odd tails
+            case(m=65, n=33, k=97, dtype="bf16", residual=True, refused_by=TMA),
+            case(m=65, n=33, k=97, dtype="fp32", activation="gelu_tanh", refused_by=TF32),
+            case(m=33, n=65, k=40, dtype="fp16", bias=True, activation="relu", refused_by={"cuda.hopper": "even size"}),
+            case(m=33, n=44, k=40, dtype="fp16", residual=True, refused_by={"cuda.hopper": "of 8 values each"}),
             case(m=1, n=128, k=256, dtype="bf16", bias=True, activation="gelu"),  # one row
-            case(m=3, n=300, k=64, dtype="fp32", bias=True, residual=True, activation="relu"),
-            case(m=1, n=1, k=1, dtype="fp32"),
+            case(m=3, n=300, k=64, dtype="fp32", bias=True, residual=True, activation="relu", refused_by=TF32),
+            case(m=1, n=1, k=1, dtype="fp32", refused_by=TF32),
             case(m=0, n=64, k=64, dtype="fp16", bias=True),  # nothing to launch
             case(m=64, n=0, k=64, dtype="fp16", residual=True),
-            case(m=40, n=24, k=0, dtype="fp32", bias=True, residual=True, activation="silu"),  # no products at all
-            case(m=5, n=64, k=64, dtype="fp32", batch=3, bias=True, residual=True),  # [batch, m, k]
-            case(m=40, n=64, k=64, dtype="fp32", layout_b="transposed", bias=True),
+            # no products at all
+            case(m=40, n=24, k=0, dtype="fp32", bias=True, residual=True, activation="silu", refused_by=TF32),
+            case(m=5, n=64, k=64, dtype="fp32", batch=3, bias=True, residual=True, refused_by=TF32),  # [batch, m, k]
+            case(m=5, n=64, k=64, dtype="bf16", batch=3, bias=True, residual=True),
+            case(m=40, n=64, k=64, dtype="fp32", layout_b="transposed", bias=True, refused_by=TF32),
             case(m=33, n=64, k=64, dtype="fp16", layout="padded", residual=True),
-            case(m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_b="misaligned", residual=True),
+            case(
+                m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_b="misaligned", residual=True,
+                refused_by=TMA,
+            ),
             case(m=3, n=32, k=64, dtype="fp16", layout="far", residual=True),  # more than 2**31 elements apart
             case(m=32, n=64, k=64, dtype="fp16", layout_b="far"),
-            case(m=32, n=64, k=64, dtype="fp32", special="nan", bias=True, activation="relu"),
-            case(m=32, n=64, k=64, dtype="fp32", special="inf", activation="silu"),
+            case(m=32, n=64, k=64, dtype="fp32", special="nan", bias=True, activation="relu", refused_by=TF32),
+            case(m=32, n=64, k=64, dtype="fp32", special="inf", activation="silu", refused_by=TF32),
             case(m=32, n=64, k=64, dtype="fp16", special="inf", residual=True),
-            case(m=64, n=72, k=96, dtype="fp32", precision="tf32", bias=True),
-            case(m=33, n=65, k=97, dtype="fp32", precision="tf32"),
+            case(m=64, n=72, k=96, dtype="fp32", precision="tf32", bias=True, refused_by=TF32),
+            case(m=33, n=65, k=97, dtype="fp32", precision="tf32", refused_by=TF32),
         ],
         "bench": [
             case(m=m, n=4096, k=k, dtype="bf16", residual=True) for m, k in ((16, 4096), (4096, 4096), (4096, 14336))

@@ -8,7 +8,7 @@ from tilery import inputs as draw
 from tilery.errors import require
 from tilery.op import op
 from tilery.parts import products, rows
-from tilery.parts.products import Product
+from tilery.parts.products import TF32, TMA, Product
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
@@ -60,32 +60,32 @@ def _torch(x: Tensor, weight: Tensor, precision: str) -> Tensor:
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=allowed,
-    kernels=("numba", "triton"),
+    kernels=("numba", "triton", "cuda.hopper"),
     baselines=baselines(torch=products.peer(_torch), compile=products.peer(Compiled(_torch))),
     model_sizes=lambda model: [{"n": model.mlp_size, "k": model.hidden_size}],
     cases={
         "test": [
-            case(m=40, n=72, k=80, dtype="fp32"),
+            case(m=40, n=72, k=80, dtype="fp32", refused_by=TF32),
             case(m=40, n=72, k=80, dtype="fp16"),
             case(m=40, n=72, k=80, dtype="bf16"),
             case(m=130, n=136, k=72, dtype="fp16"),  # several tiles each way
-            case(m=65, n=33, k=97, dtype="fp32"),  # odd tails; up starts in the middle of a tile
-            case(m=65, n=33, k=97, dtype="bf16"),
+            case(m=65, n=33, k=97, dtype="fp32", refused_by=TF32),  # odd tails; up starts in the middle of a tile
+            case(m=65, n=33, k=97, dtype="bf16", refused_by=TMA),
             case(m=1, n=128, k=256, dtype="bf16"),  # one row
-            case(m=3, n=300, k=64, dtype="fp32"),
-            case(m=1, n=1, k=1, dtype="fp32"),
+            case(m=3, n=300, k=64, dtype="fp32", refused_by=TF32),
+            case(m=1, n=1, k=1, dtype="fp32", refused_by=TF32),
             case(m=0, n=64, k=64, dtype="fp16"),  # nothing to launch
             case(m=64, n=0, k=64, dtype="fp16"),
             case(m=40, n=24, k=0, dtype="fp16"),  # a product of sums of nothing is zero
-            case(m=5, n=64, k=64, dtype="fp32", batch=3),  # [batch, m, k]
-            case(m=40, n=64, k=64, dtype="fp32", layout_b="transposed"),
+            case(m=5, n=64, k=64, dtype="fp32", batch=3, refused_by=TF32),  # [batch, m, k]
+            case(m=40, n=64, k=64, dtype="fp32", layout_b="transposed", refused_by=TF32),
             case(m=33, n=64, k=64, dtype="fp16", layout="padded"),
-            case(m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_b="misaligned"),
+            case(m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_b="misaligned", refused_by=TMA),
             case(m=3, n=32, k=64, dtype="fp16", layout="far"),  # more than 2**31 elements from first to last
             case(m=17, n=16, k=64, dtype="fp16", layout_b="far"),
-            case(m=32, n=64, k=64, dtype="fp32", special="nan"),
+            case(m=32, n=64, k=64, dtype="fp32", special="nan", refused_by=TF32),
             case(m=32, n=64, k=64, dtype="fp16", special="inf"),
-            case(m=64, n=72, k=96, dtype="fp32", precision="tf32"),
+            case(m=64, n=72, k=96, dtype="fp32", precision="tf32", refused_by=TF32),
         ],
         "bench": [case(m=m, n=14336, k=4096, dtype="bf16") for m in (16, 4096)],
         "bench_cpu": [case(m=512, n=1024, k=1024, dtype="fp32"), case(m=512, n=1024, k=1024, dtype="bf16")],

@@ -1,0 +1,197 @@
+"""Endings of products by TMA and wgmma: what they refuse, what is handed to the driver, that they cost no spills."""
+
+import pytest
+import torch
+
+from tilery import backends, device
+from tilery.op import REGISTRY
+from tilery.spec import case
+from tilery.workbench.compile import specs_for
+
+if why := backends.missing("cuda"):
+    pytest.skip(why, allow_module_level=True)
+
+from tilery.backends import cubin, cuda_glue, tensor_maps
+from tilery.ops import linear, linear_silu_mul, matmul_add
+from tilery.ops.linear.cuda_hopper_kernel import Config
+from tilery.ops.linear_silu_mul.cuda_hopper_kernel import Config as GatedConfig
+from tilery.parts.hopper_products import Ending
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    with device.pretend("sm_90"):
+        yield
+
+
+def specs(op, m=64, n=256, k=1024, dtype="bf16", **more):
+    return specs_for(REGISTRY[op], case(m=m, n=n, k=k, dtype=dtype, **more), "cuda:0")
+
+
+def refusal(op, *given, **more):
+    return REGISTRY[op].kernel("cuda.hopper").refusal(*given, **more)
+
+
+@pytest.mark.parametrize(
+    ("op", "more", "said"),
+    [
+        ("linear", {"layout_b": "transposed"}, "weight must have K contiguous, got strides"),
+        ("linear", {"k": 1020}, "rows of x must start at multiples of 16 bytes"),
+        ("linear", {"n": 255, "bias": True}, "bias must start at a multiple of 16 bytes and have an even size"),
+        ("linear", {"n": 254, "bias": True}, None),
+        ("linear", {"n": 255, "activation": "gelu"}, None),
+        ("linear", {"n": 252, "residual": True}, "rows of residual must be contiguous, start at multiples of 16 bytes"),
+        ("linear", {"n": 0, "residual": True, "bias": True}, None),
+        ("linear", {"k": 0, "bias": True}, "K must be at least 1"),
+        ("linear", {"k": 0, "activation": "gelu"}, None),
+        ("linear", {"layout": "padded", "batch": 3, "residual": True, "bias": True, "activation": "silu"}, None),
+        ("matmul_add", {"layout_c": "transposed"}, "rows of c must be contiguous"),
+        ("matmul_add", {"layout_c": "misaligned"}, "rows of c must be contiguous, start at multiples of 16 bytes"),
+        ("matmul_add", {"layout_b": "contiguous"}, "b must have K contiguous"),
+        ("matmul_add", {"m": 1, "layout_c": "padded"}, None),
+        ("linear_silu_mul", {"dtype": "fp32"}, "would round fp32 to tf32"),
+        ("linear_silu_mul", {"n": 33}, None),
+    ],
+)
+def test_says_what_it_cannot_read(op, more, said):
+    why = refusal(op, *specs(op, **more))
+    assert why is None if said is None else said in why
+
+
+def test_a_bias_in_the_middle_of_another_tensor_is_refused():
+    x, weight, bias, *rest = specs("linear", bias=True)
+    assert "bias must start at a multiple of 16 bytes" in refusal(
+        "linear", x, weight, bias._replace(aligned=False), *rest
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (GatedConfig("wide", 128, 256, 4, staged=True, share=2), None),  # 128 columns of c: half as much is staged
+        (GatedConfig("wide", 128, 192, 4, staged=True), "tiles of c are staged 64 columns at a time"),
+        (GatedConfig("wide", 128, 128, 4, 2), "splits of the wide form must be one of 1, got 2"),
+        (GatedConfig("few", 16, 64, 4, 2), "splits of the few form must be one of 1, got 2"),
+        (
+            GatedConfig("few", 16, 56, 4),
+            "block_n of the few form must be one of 32, 48, 64, 80, 96, 112, 128, 256, got 56",
+        ),
+        (GatedConfig("few", 16, 112, 4), None),
+    ],
+    ids=str,
+)
+def test_gate_and_up_are_in_one_block(config, said):
+    why = refusal("linear_silu_mul", *specs("linear_silu_mul"), config=config)
+    assert why is None if said is None else said in why
+
+
+@pytest.mark.parametrize("m", [1, 64, 65, 512, 4096])
+@pytest.mark.parametrize(("n", "k"), [(14336, 4096), (9, 72)])
+@pytest.mark.parametrize("op", ["linear", "linear_silu_mul"])
+def test_the_default_and_all_configs_are_taken(op, m, n, k):
+    kernel, problem = REGISTRY[op].kernel("cuda.hopper"), specs(op, m, n, k)
+    found = kernel.configs(*problem)
+    assert kernel.default(*problem) in found and len(found) == len(set(found)) <= 48
+    assert all(type(c) is kernel.Config and kernel.refusal(*problem, config=c) is None for c in found)
+    assert all(kernel.estimate(*problem, config=c).blocks > 0 for c in found)
+
+
+@pytest.mark.parametrize("op", ["linear", "matmul_add", "linear_silu_mul"])
+def test_triton_is_asked_first_for_nothing_is_measured_yet(op, monkeypatch):
+    if why := backends.missing("triton"):
+        pytest.skip(why)
+    monkeypatch.setattr(device, "name", lambda where: "a GPU that nothing is tuned for")
+    plan = REGISTRY[op].plan(specs(op))
+    assert plan.kernel == "triton"
+    assert REGISTRY[op].plan(specs(op), backend="cuda.hopper").kernel == "cuda.hopper"
+
+
+WHOLE = {"bias": True, "residual": True}
+MADE = [
+    ("linear", Config("wide", 128, 256, 4), {**WHOLE, "activation": "gelu"}),
+    ("linear", Config("wide", 128, 256, 3, staged=True, share=2), {**WHOLE, "activation": "silu"}),
+    ("linear", Config("wide", 128, 224, 4, 3), {**WHOLE, "activation": "gelu_tanh"}),
+    ("linear", Config("wide", 128, 256, 4), {"bias": True, "activation": "silu"}),
+    ("linear", Config("few", 128, 128, 3), {**WHOLE, "activation": "gelu"}),
+    ("linear", Config("few", 64, 48, 4, 8), {**WHOLE, "activation": "relu", "dtype": "fp16"}),
+    ("matmul_add", Config("wide", 128, 256, 4), {}),
+    ("matmul_add", Config("few", 16, 48, 4), {"dtype": "fp16"}),
+    ("linear_silu_mul", GatedConfig("wide", 128, 256, 4), {}),
+    ("linear_silu_mul", GatedConfig("wide", 128, 256, 4, staged=True, share=2), {}),
+    ("linear_silu_mul", GatedConfig("few", 128, 256, 2), {}),
+]
+
+
+@pytest.mark.parametrize(("op", "config", "more"), MADE, ids=str)
+def test_an_ending_neither_spills_nor_keeps_products_waiting(op, config, more):
+    made = REGISTRY[op].kernel("cuda.hopper").compile(specs(op, **more), config, "sm_90")
+    sass = cubin.sass(made.cubin)
+    assert made.spills == 0 and "HGMMA" in sass
+    assert "DEPBAR.LE gsb0, 0x1" in sass and sass.count("DEPBAR.LE gsb0, 0x0") == 1  # only where a tile ends
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Kernels and what they were given, with maps as what was asked of them."""
+    found = []
+    monkeypatch.setattr(cuda_glue.Kernel, "launch", lambda self, *given: found.append((self, given)))
+    monkeypatch.setattr(cuda_glue.Kernel, "resident", lambda self: 132)
+    monkeypatch.setattr(tensor_maps, "at", lambda *given: given)
+    return found
+
+
+@pytest.mark.parametrize("config", [Config("wide", 128, 128, 4, staged=True), Config("few", 16, 48, 4)], ids=str)
+@pytest.mark.parametrize(("bias", "residual"), [(True, True), (True, False), (False, True)])
+def test_linear_hands_over_its_ending(config, bias, residual, launched):
+    args = linear.complete((), linear.inputs(
+        m=5, n=264, k=256, batch=3, layout="padded", bias=bias, residual=residual, activation="gelu", device="cpu"
+    ))  # fmt: skip
+    y = torch.empty(3, 5, 264, dtype=torch.bfloat16)
+    linear.kernel("cuda.hopper").run((y,), args, config)
+    ((made, (_, *given)),) = launched
+    x, weight, b, r = args[:4]
+    maps, (pointer, *sizes, bias_at, residual_at, stride, alpha, beta) = given[:-9], given[-9:]
+    assert maps[0] == (x.data_ptr(), 15, 256, x.stride(-2), config.block_m, 2)
+    assert maps[1] == (weight.data_ptr(), 264, 256, 256, config.block_n, 2)
+    assert (pointer, sizes, alpha, beta) == (y.data_ptr(), [15, 264, 256], 1.0, 1.0)
+    assert bias_at == (b.data_ptr() if bias else 0)
+    assert (residual_at, stride) == ((r.data_ptr(), r.stride(-2)) if residual else (0, 0))
+    assert made.name.endswith(f"{Ending('gelu', bias, residual, False)}>") and made.name.startswith("hopper_linear")
+
+
+def test_linear_without_an_ending_is_the_plain_kernel(launched):
+    args = linear.complete((), linear.inputs(m=5, n=64, k=256, device="cpu"))
+    linear.kernel("cuda.hopper").run((torch.empty(5, 64, dtype=torch.bfloat16),), args, Config("few", 8, 64, 4))
+    ((made, given),) = launched
+    assert made.name == "hopper_matmul_few<__nv_bfloat16, 8, 1, 64, 4, 1>" and len(given) == 1 + 2 + 4
+
+
+def test_matmul_add_hands_over_its_factors(launched):
+    args = matmul_add.complete((), matmul_add.inputs(
+        m=300, n=264, k=256, layout_c="padded", alpha=0.5, beta=-2.0, device="cpu"
+    ))  # fmt: skip
+    y = torch.empty(300, 264, dtype=torch.bfloat16)
+    matmul_add.kernel("cuda.hopper").run((y,), args, Config("wide", 128, 128, 4, 3))
+    ((made, (*_, bias_at, c_at, stride, alpha, beta)),) = launched
+    assert (bias_at, c_at, stride, alpha, beta) == (0, args[2].data_ptr(), args[2].stride(0), 0.5, -2.0)
+    assert stride > 264 and made.name.endswith("none, false, true, true>")
+
+
+@pytest.mark.parametrize(
+    ("config", "grid", "boxes"),
+    [
+        (GatedConfig("wide", 128, 128, 4, staged=True, share=2), 2 * 2 * 5, [128, 64, 64]),
+        (GatedConfig("wide", 128, 96, 4), 3 * 6, [128, 48]),
+        (GatedConfig("few", 64, 112, 3), 5 * 5, [64, 56]),
+    ],
+    ids=str,
+)
+def test_gate_and_up_are_fetched_apart(config, grid, boxes, launched):
+    args = linear_silu_mul.complete((), linear_silu_mul.inputs(m=300, n=264, k=256, device="cpu"))
+    y = torch.empty(300, 264, dtype=torch.bfloat16)
+    linear_silu_mul.kernel("cuda.hopper").run((y,), args, config)
+    ((made, (blocks, *maps, pointer, m, n, k)),) = launched
+    assert (blocks, pointer, m, n, k) == (grid, y.data_ptr(), 300, 264, 256)
+    assert [given[4] for given in maps[: len(boxes)]] == boxes
+    assert maps[1][:4] == (args[1].data_ptr(), 2 * 264, 256, 256)
+    assert made.name.startswith("hopper_silu_mul") and made.shared == config.shared
