@@ -1,9 +1,11 @@
-"""What Numba's kernels stand on: fp8 as torch rounds it, but for saturation."""
+"""What Numba's kernels stand on: fp8 as torch rounds it, but for saturation; code that is kept on disk."""
 
 import pytest
 import torch
 
 pytest.importorskip("numba")
+from numba import prange
+
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import load, store
 
@@ -41,3 +43,18 @@ def test_fp8_is_rounded_as_torch_rounds_it_and_saturates(dtype):
     beyond = torch.tensor([1e6, -1e6, float("inf"), -float("inf"), largest * 1.2])
     assert copied(beyond, dtype).float().tolist() == [largest, -largest, largest, -largest, largest]
     assert copied(torch.tensor([float("nan"), -float("nan")]), dtype).float().isnan().all()
+
+
+@numba_glue.kernel
+def _fill(threads, target, n, dtype):
+    for i in prange(n):
+        store(target, i, numba_glue.f32(2), dtype)
+
+
+def test_code_on_disk_is_looked_at_without_compiling_it_again():
+    tensors = (torch.empty(3),)
+    made = numba_glue.compile(_fill, tensors, 3)
+    assert "define" in made.code["ir"] and "ret" in made.code["asm"]
+    anew = numba_glue.kernel(_fill.py_func)  # as another process would have it
+    assert numba_glue.compile(anew, tensors, 3).code["asm"] == made.code["asm"]
+    assert list(anew.stats.cache_hits.values()) == [1] and not anew.stats.cache_misses

@@ -36,6 +36,8 @@ STORAGE = {
 }
 _FP32, _FP16, _BF16, _E4M3, _E5M2 = (numba.typeof(tag) for tag in STORAGE.values())
 FP32 = STORAGE[torch.float32]
+# For helpers that take other integers too: Numba would compile them once more for a literal, and whoever holds both.
+ZERO, ONE = np.int64(0), np.int64(1)
 
 _FLOAT, _HALF, _I8, _I16, _I32 = ir.FloatType(), ir.HalfType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
 _STORED = {_FP32: _FLOAT, _FP16: _I16, _BF16: _I16, _E4M3: _I8, _E5M2: _I8}
@@ -362,9 +364,10 @@ def launch(kernel: Any, parallel: bool, tensors: Any, *scalars: Any) -> None:
 
 
 def compile(kernel: Any, tensors: Any, *scalars: Any) -> Artifact:
-    """Compiled afresh: what comes from Numba's cache has lost its IR."""
+    """From the disk where it is there: Numba keeps IR too, for callers to inline, and assembly is made of that."""
     storage = STORAGE[tensors[0].dtype]
     signature = (types.int64, *[types.int64] * len(tensors), *map(numba.typeof, (*scalars, storage)))
-    fresh = numba.njit(parallel=True, **_OPTIONS)(kernel.py_func)
-    fresh.compile(signature)
-    return Artifact("cpu", {"ir": fresh.inspect_llvm(signature), "asm": fresh.inspect_asm(signature)})
+    kernel.compile(signature)
+    library = kernel.overloads[signature].library
+    module = library._get_module_for_linking().clone()  # LLVM changes what it makes assembly of
+    return Artifact("cpu", {"ir": str(module), "asm": library.codegen._tm.emit_assembly(module)})

@@ -11,7 +11,7 @@ import torch
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import COLUMNS, DEPTH, FP32, ROWS, STORAGE, at, f32, load, multiply, store
+from tilery.backends.numba_glue import COLUMNS, DEPTH, FP32, ONE, ROWS, STORAGE, ZERO, at, f32, load, multiply, store
 from tilery.parts.fp8 import GROUP
 from tilery.parts.fp8_products import outputs, scale_steps
 from tilery.spec import Artifact, TensorSpec
@@ -178,7 +178,7 @@ def _product(threads, a_scale, a, b_scale, b, c, work, size, m, n, k, a_how, b_h
             one = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
             _part(one, threads, a, a_scale, b, b_scale, c, work, size, m, n, k, a_how, b_how, out, tile_m, tile_n)
     else:
-        _part(0, 1, a, a_scale, b, b_scale, c, work, size, m, n, k, a_how, b_how, out, tile_m, tile_n)
+        _part(ZERO, ONE, a, a_scale, b, b_scale, c, work, size, m, n, k, a_how, b_how, out, tile_m, tile_n)
 
 
 def _arguments(outs, args, config, work):

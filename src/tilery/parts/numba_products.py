@@ -14,7 +14,7 @@ import torch
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import COLUMNS, DEPTH, FP32, ROWS, at, f32, load, multiply, store
+from tilery.backends.numba_glue import COLUMNS, DEPTH, FP32, ONE, ROWS, ZERO, at, f32, load, multiply, store
 from tilery.parts import numba_gated
 from tilery.parts.numba_gated import share
 from tilery.parts.numba_tiles import pack
@@ -197,7 +197,7 @@ def _product(
             own = at(work, thread * size, FP32)
             _part(thread, threads, own, tensors, sizes, strides, added, epilogue, tile_m, tile_n, dots, dtype)
     else:
-        _part(0, 1, work, tensors, sizes, strides, added, epilogue, tile_m, tile_n, dots, dtype)
+        _part(ZERO, ONE, work, tensors, sizes, strides, added, epilogue, tile_m, tile_n, dots, dtype)
 
 
 def _tile(p: Product, config: Config) -> tuple[int, int, bool]:

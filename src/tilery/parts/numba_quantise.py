@@ -6,7 +6,7 @@ import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, STORAGE, at, f32, load, store
+from tilery.backends.numba_glue import FP32, STORAGE, ZERO, at, f32, load, store
 from tilery.parts import fp8
 from tilery.parts.numba_fp8 import magnitude, scale
 from tilery.parts.numba_gated import ACTS, share
@@ -63,7 +63,7 @@ def _rows(
             first, last = p * m // threads, (p + 1) * m // threads
             _part(first, last, tensors, strides, up_start, shape, gated, largest, pow2, storage, dtype)
     else:
-        _part(0, m, tensors, strides, up_start, shape, gated, largest, pow2, storage, dtype)
+        _part(ZERO, m, tensors, strides, up_start, shape, gated, largest, pow2, storage, dtype)
 
 
 def call(outs: Any, x: Any, up: Any, gated: bool, per: str, pow2: bool, format: str) -> tuple[Any, ...]:

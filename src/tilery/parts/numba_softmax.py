@@ -4,7 +4,7 @@ import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, at, exp, f32, load, rank, store, unrank
+from tilery.backends.numba_glue import FP32, ZERO, at, exp, f32, load, rank, store, unrank
 from tilery.parts import numba_rows
 from tilery.parts.numba_rows import Config
 from tilery.parts.numba_stream import BLOCK, ahead, buffer, finish, stream, too_large
@@ -115,7 +115,7 @@ def _softmax(threads, x, y, x_stride, m, n, log, dtype):
             part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
             _rows(x, y, x_stride, part * m // threads, (part + 1) * m // threads, n, past, log, dtype)
     else:
-        _rows(x, y, x_stride, 0, m, n, past, log, dtype)
+        _rows(x, y, x_stride, ZERO, m, n, past, log, dtype)
 
 
 @numba_glue.jit
@@ -169,7 +169,7 @@ def _softmax_backward(threads, dy, y, dx, dy_stride, y_stride, m, n, log, dtype)
             first, last = part * m // threads, (part + 1) * m // threads
             _rows_backward(dy, y, dx, dy_stride, y_stride, first, last, n, past, log, dtype)
     else:
-        _rows_backward(dy, y, dx, dy_stride, y_stride, 0, m, n, past, log, dtype)
+        _rows_backward(dy, y, dx, dy_stride, y_stride, ZERO, m, n, past, log, dtype)
 
 
 def _forward(outs, args, log):

@@ -7,7 +7,7 @@ import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import COLUMNS, FP32, at
+from tilery.backends.numba_glue import COLUMNS, FP32, ONE, ZERO, at
 from tilery.ops.bmm import outputs
 from tilery.parts import numba_batches
 from tilery.parts.numba_batches import tile_product
@@ -75,7 +75,7 @@ def _bmm(threads, a, b, c, work, size, count, m, n, k, a_batch, a0, a1, b_batch,
                 a_batch, a0, a1, b_batch, b0, b1, tile_m, tile_n, dtype,
             )  # fmt: skip
     else:
-        _part(0, 1, a, b, c, work, size, count, m, n, k, a_batch, a0, a1, b_batch, b0, b1, tile_m, tile_n, dtype)
+        _part(ZERO, ONE, a, b, c, work, size, count, m, n, k, a_batch, a0, a1, b_batch, b0, b1, tile_m, tile_n, dtype)
 
 
 def _arguments(outs, a, b, config: Config, work):

@@ -4,7 +4,7 @@ import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import STORAGE, at, f32, load, store
+from tilery.backends.numba_glue import STORAGE, ZERO, at, f32, load, store
 from tilery.ops.cast import outputs
 from tilery.parts import numba_rows
 from tilery.parts.numba_rows import Config, archs
@@ -58,7 +58,7 @@ def _cast(threads, x, y, x_stride, m, n, storage, dtype):
             part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
             _rows(x, y, x_stride, part * m // threads, (part + 1) * m // threads, n, past, storage, dtype)
     else:
-        _rows(x, y, x_stride, 0, m, n, past, storage, dtype)
+        _rows(x, y, x_stride, ZERO, m, n, past, storage, dtype)
 
 
 def _arguments(outs, x):

@@ -4,7 +4,7 @@ import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import at, f32, load, store
+from tilery.backends.numba_glue import ZERO, at, f32, load, store
 from tilery.ops.dropout import factor, outputs
 from tilery.parts import numba_rows, philox
 from tilery.parts.numba_philox import words
@@ -63,7 +63,7 @@ def _row(row, x, y, x_stride, n, key0, key1, p, scale, dtype):
     x, y = at(x, row * x_stride, dtype), at(y, first, dtype)
     head = min(-first % 4, n)
     quads = (n - head) // 4
-    _end(x, y, first, 0, head, key0, key1, p, scale, dtype)
+    _end(x, y, first, ZERO, head, key0, key1, p, scale, dtype)
     x_quads, y_quads, counter = at(x, head, dtype), at(y, head, dtype), (first + head) // 4
     for q in range(quads):
         u0, u1, u2, u3 = _numbers(counter + q, key0, key1)

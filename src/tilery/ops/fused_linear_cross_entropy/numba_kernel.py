@@ -5,7 +5,7 @@ import torch
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import DEPTH, FP32, at, exp, f32, integer, load, store
+from tilery.backends.numba_glue import DEPTH, FP32, ZERO, at, exp, f32, integer, load, store
 from tilery.ops.fused_linear_cross_entropy import outputs
 from tilery.parts import numba_losses, numba_rows
 from tilery.parts.numba_losses import BLOCK, log_sum, loss, tile_of_products
@@ -84,7 +84,7 @@ def _linear_cross_entropy(
             own = at(work, part * size, FP32)
             _part(first, last, x, weight, targets, losses, sums, own, n, k, x_stride, w_stride, ignore, s, z, dtype)
     else:
-        _part(0, m, x, weight, targets, losses, sums, work, n, k, x_stride, w_stride, ignore, s, z, dtype)
+        _part(ZERO, m, x, weight, targets, losses, sums, work, n, k, x_stride, w_stride, ignore, s, z, dtype)
 
 
 def _arguments(outs, work, x, weight, targets, label_smoothing=0.0, ignore_index=-100, z_loss=0.0):

@@ -8,7 +8,7 @@ import torch
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import DEPTH, FP32, at, f32, integer, load, store
+from tilery.backends.numba_glue import DEPTH, FP32, ONE, ZERO, at, f32, integer, load, store
 from tilery.ops.fused_linear_cross_entropy_backward import outputs
 from tilery.parts import numba_losses, numba_rows
 from tilery.parts.numba_losses import BLOCK, add_products, gradient, padded, tile_of_products
@@ -110,7 +110,7 @@ def _linear_cross_entropy_backward(
             own = at(work, part * size, FP32)
             _both(part, threads, x, weight, given, dx, dweight, own, shape, strides, scalars, dtype)
     else:
-        _both(0, 1, x, weight, given, dx, dweight, work, shape, strides, scalars, dtype)
+        _both(ZERO, ONE, x, weight, given, dx, dweight, work, shape, strides, scalars, dtype)
 
 
 def _arguments(outs, work, dloss, dlse, x, weight, targets, lse, label_smoothing=0.0, ignore_index=-100, z_loss=0.0):

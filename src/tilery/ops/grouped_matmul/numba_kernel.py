@@ -6,7 +6,7 @@ import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import COLUMNS, FP32, at, f32, integer, store
+from tilery.backends.numba_glue import COLUMNS, FP32, ONE, ZERO, at, f32, integer, store
 from tilery.ops.grouped_matmul import outputs
 from tilery.parts import numba_batches
 from tilery.parts.numba_batches import tile_product
@@ -84,7 +84,7 @@ def _grouped(
             )  # fmt: skip
     else:
         _part(
-            0, 1, a, b, offsets, c, work, size, total, groups, n, k, a0, a1, b_group, b0, b1, tile_m, tile_n, dtype
+            ZERO, ONE, a, b, offsets, c, work, size, total, groups, n, k, a0, a1, b_group, b0, b1, tile_m, tile_n, dtype
         )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, STORAGE, at, f32, load, store
+from tilery.backends.numba_glue import FP32, STORAGE, ZERO, at, f32, load, store
 from tilery.ops.quantize_fp8 import outputs
 from tilery.parts import fp8, numba_quantise, numba_rows
 from tilery.parts.numba_fp8 import magnitude, scale
@@ -64,12 +64,12 @@ def _tensor(threads, x, values, scales, x_stride, m, k, largest, pow2, storage, 
     tops = np.zeros(threads, np.int32)
     for i in prange(threads):
         p = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
-        tops[p] = _greatest(x, x_stride, p * m // threads, (p + 1) * m // threads, 0, k, dtype)
+        tops[p] = _greatest(x, x_stride, p * m // threads, (p + 1) * m // threads, ZERO, k, dtype)
     made = scale(tops.max(), largest, pow2)
     store(scales, 0, made, FP32)
     for i in prange(threads):
         p = np.int64(i)
-        _write(x, values, x_stride, k, p * m // threads, (p + 1) * m // threads, 0, k, made, storage, dtype)
+        _write(x, values, x_stride, k, p * m // threads, (p + 1) * m // threads, ZERO, k, made, storage, dtype)
 
 
 def _call(outs, x, per, layout, pow2, format):

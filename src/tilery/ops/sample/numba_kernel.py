@@ -7,7 +7,7 @@ import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import at, exp, f32, load, rank, store_integer, unrank
+from tilery.backends.numba_glue import ZERO, at, exp, f32, load, rank, store_integer, unrank
 from tilery.ops.sample import outputs, quarter
 from tilery.parts import numba_rows
 from tilery.parts.numba_rows import Config
@@ -122,7 +122,7 @@ def _sample(threads, x, y, x_stride, m, n, q, seed, temperature, top_k, top_p, m
             first, last = part * m // threads, (part + 1) * m // threads
             _rows(x, y, x_stride, first, last, n, q, np.uint64(seed), temperature, top_k, top_p, min_p, dtype)
     else:
-        _rows(x, y, x_stride, 0, m, n, q, np.uint64(seed), temperature, top_k, top_p, min_p, dtype)
+        _rows(x, y, x_stride, ZERO, m, n, q, np.uint64(seed), temperature, top_k, top_p, min_p, dtype)
 
 
 def _arguments(outs, logits, seed=0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):

@@ -4,7 +4,7 @@ import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, STORAGE, at, f32, load, store
+from tilery.backends.numba_glue import FP32, STORAGE, ZERO, at, f32, load, store
 from tilery.ops.splitk_reduce import outputs
 from tilery.parts import numba_rows
 from tilery.parts.numba_rows import Config, archs
@@ -53,7 +53,7 @@ def _reduce(threads, parts, c, count, part_stride, row_stride, m, n, storage, dt
             first, last = thread * m // threads, (thread + 1) * m // threads
             _rows(parts, c, count, part_stride, row_stride, first, last, n, storage, dtype)
     else:
-        _rows(parts, c, count, part_stride, row_stride, 0, m, n, storage, dtype)
+        _rows(parts, c, count, part_stride, row_stride, ZERO, m, n, storage, dtype)
 
 
 def _arguments(outs, parts):

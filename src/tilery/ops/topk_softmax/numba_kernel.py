@@ -4,7 +4,7 @@ import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, at, exp, f32, load, store, store_integer
+from tilery.backends.numba_glue import FP32, ZERO, at, exp, f32, load, store, store_integer
 from tilery.ops.topk_softmax import outputs
 from tilery.parts import numba_rows
 from tilery.parts.numba_order import order
@@ -68,7 +68,7 @@ def _topk_softmax(threads, x, weights, indices, x_stride, m, n, k, renormalize, 
             first, last = part * m // threads, (part + 1) * m // threads
             _rows(x, weights, indices, x_stride, first, last, n, k, renormalize, dtype)
     else:
-        _rows(x, weights, indices, x_stride, 0, m, n, k, renormalize, dtype)
+        _rows(x, weights, indices, x_stride, ZERO, m, n, k, renormalize, dtype)
 
 
 def _arguments(outs, logits, k, renormalize):

@@ -8,7 +8,7 @@ from numba import prange, types
 from numba.extending import intrinsic
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import at, move
+from tilery.backends.numba_glue import ZERO, at, move
 from tilery.ops.transpose import outputs
 from tilery.parts import numba_rows
 from tilery.parts.numba_rows import Config, archs
@@ -125,7 +125,7 @@ def _transpose(threads, x, y, x_stride, batch, m, n, dtype):
             part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
             _bands(part * bands // threads, (part + 1) * bands // threads, x, y, x_stride, m, n, past, dtype)
     else:
-        _bands(0, bands, x, y, x_stride, m, n, past, dtype)
+        _bands(ZERO, bands, x, y, x_stride, m, n, past, dtype)
 
 
 def _arguments(outs, x):
