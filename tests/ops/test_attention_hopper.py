@@ -26,12 +26,6 @@ PLAIN = {"m": 300, "heads": 4, "kv_heads": 2, "n": 128, "dtype": "bf16"}
 SIZES = (16, 32, 64, 80, 96, 128, 192, 256)
 
 
-@pytest.fixture
-def hopper():
-    with device.pretend("sm_90"):
-        yield
-
-
 def specs(**more):
     return specs_for(attention, case(**PLAIN | more), "cuda:0")
 

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from tilery import backends, device
+from tilery import backends
 from tilery.ops import fp8_matmul
 from tilery.spec import TensorSpec, case
 from tilery.workbench.compile import specs_for
@@ -17,11 +17,7 @@ from tilery.backends import cubin, cuda_glue, tensor_maps
 from tilery.ops.fp8_matmul import cuda_kernel
 from tilery.ops.fp8_matmul.cuda_kernel import Config
 
-
-@pytest.fixture(autouse=True)
-def hopper():
-    with device.pretend("sm_90"):
-        yield
+pytestmark = pytest.mark.usefixtures("hopper")
 
 
 def specs(m=64, n=256, k=1024, **more):

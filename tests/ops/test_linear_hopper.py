@@ -17,11 +17,7 @@ from tilery.ops.linear.cuda_hopper_kernel import Config
 from tilery.ops.linear_silu_mul.cuda_hopper_kernel import Config as GatedConfig
 from tilery.parts.hopper_products import Ending
 
-
-@pytest.fixture(autouse=True)
-def hopper():
-    with device.pretend("sm_90"):
-        yield
+pytestmark = pytest.mark.usefixtures("hopper")
 
 
 def specs(op, m=64, n=256, k=1024, dtype="bf16", **more):

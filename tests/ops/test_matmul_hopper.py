@@ -15,11 +15,7 @@ from tilery.backends import cubin, cuda_glue, tensor_maps
 from tilery.ops.matmul import cuda_hopper_kernel as kernel
 from tilery.ops.matmul.cuda_hopper_kernel import Config
 
-
-@pytest.fixture(autouse=True)
-def hopper():
-    with device.pretend("sm_90"):
-        yield
+pytestmark = pytest.mark.usefixtures("hopper")
 
 
 def specs(m=64, n=256, k=1024, dtype="bf16", **more):
