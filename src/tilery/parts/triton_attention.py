@@ -12,6 +12,17 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def placed(pairs, tiles, band, CAUSAL: tl.constexpr):
+    """The tile of this program, and its pair of a sequence and a head: so many heads run together, in a band."""
+    before = tl.program_id(0) // (band * tiles) * band  # heads of bands that began before
+    height = tl.minimum(pairs - before, band)
+    tile, pair = tl.program_id(0) % (band * tiles) // height, before + tl.program_id(0) % (band * tiles) % height
+    if CAUSAL:
+        tile = tiles - 1 - tile  # those that see most keys first
+    return tile, pair
+
+
+@triton.jit
 def base_2(scale):
     """The factor from scores to base-2 logits; a scale of 0 is made tiny, so that -inf stays what it is."""
     return tl.where(scale == 0, 1e-30, scale * LOG2E)

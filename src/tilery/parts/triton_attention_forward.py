@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from tilery.parts import triton_fp8
-from tilery.parts.triton_attention import LOG2E, begin, bent, finish, key_range, online, seen
+from tilery.parts.triton_attention import LOG2E, begin, bent, finish, key_range, online, placed, seen
 
 
 @triton.jit
@@ -145,12 +145,7 @@ def forward(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BENT: tl.constexpr,
     TMA: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    pairs = (sequences if cu_q_ptr is None else sequences + 1) * heads
-    before = tl.program_id(0) // (band * tiles) * band  # heads of bands that began before
-    height = tl.minimum(pairs - before, band)
-    tile, pair = tl.program_id(0) % (band * tiles) // height, before + tl.program_id(0) % (band * tiles) % height
-    if CAUSAL:
-        tile = tiles - 1 - tile  # those that see most keys first
+    tile, pair = placed((sequences if cu_q_ptr is None else sequences + 1) * heads, tiles, band, CAUSAL)
     wide = tl.full((), 1, tl.int64)
     sequence, head = pair // heads * wide, pair % heads * wide
     if lse_ptr is not None:

@@ -12,7 +12,7 @@ from tilery.backends import triton_glue
 from tilery.ops.mla import outputs, problem, problem_of_run
 from tilery.parts.attention import Problem, pairs
 from tilery.parts.heads import heads
-from tilery.parts.triton_attention import LOG2E, finish, key_range, online, seen
+from tilery.parts.triton_attention import LOG2E, finish, key_range, online, placed, seen
 from tilery.parts.triton_attention_forward import bounds, clear, tile_of_rows
 from tilery.parts.triton_attention_plan import L2, Config, archs
 from tilery.parts.triton_tiles import far
@@ -128,12 +128,7 @@ def _mla(
     HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    all_heads = (sequences if cu_q_ptr is None else sequences + 1) * HEADS
-    before = tl.program_id(0) // (band * tiles) * band  # heads of bands that began before
-    height = tl.minimum(all_heads - before, band)
-    tile, pair = tl.program_id(0) % (band * tiles) // height, before + tl.program_id(0) % (band * tiles) % height
-    if CAUSAL:
-        tile = tiles - 1 - tile  # those that see most keys first
+    tile, pair = placed((sequences if cu_q_ptr is None else sequences + 1) * HEADS, tiles, band, CAUSAL)
     wide = tl.full((), 1, tl.int64)
     sequence, head = pair // HEADS * wide, pair % HEADS * wide
     out_ptr += head * out_head
