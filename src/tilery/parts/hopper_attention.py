@@ -16,6 +16,7 @@ from tilery import device
 from tilery.backends import cuda_glue, tensor_maps
 from tilery.parts.attention import Problem, pairs, problem, problem_of_run
 from tilery.parts.fp8 import ceil_div
+from tilery.parts.kernels import Functions, functions
 from tilery.spec import Artifact, Work, dtype_name
 
 archs = ("sm_90",)
@@ -193,29 +194,11 @@ def _run(p: Problem, config: Config) -> None:
     kernel.launch(blocks, *maps, *pointers, *p.out_strides, *lse, *shapes, float(p.scale))
 
 
-def kernel(outputs: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """refusal, default, configs, estimate, compile and run of an op with these outputs."""
+def _compile(p: Problem, config: Config, arch: str) -> Artifact:
+    return _kernel(p.q.dtype, p.size, config).compile(arch)
 
-    def of(specs: tuple[Any, ...]) -> Problem:
-        return problem(outputs(*specs), specs)
 
-    def refusal(*specs: Any, config: Config | None = None) -> str | None:
-        return _refusal(of(specs), config)
-
-    def default(*specs: Any) -> Config:
-        return _default(of(specs))
-
-    def configs(*specs: Any) -> list[Config]:
-        return _configs(of(specs))
-
-    def estimate(*specs: Any, config: Config) -> Work:
-        return _estimate(of(specs), config)
-
-    def compile(specs: tuple[Any, ...], config: Config, arch: str) -> Artifact:
-        p = of(specs)
-        return _kernel(p.q.dtype, p.size, config).compile(arch)
-
-    def run(outs: Any, args: tuple[Any, ...], config: Config) -> None:
-        _run(problem_of_run(outs, args), config)
-
-    return refusal, default, configs, estimate, compile, run
+def kernel(outputs: Callable[..., Any]) -> Functions:
+    """The module of an op with these outputs."""
+    mine = _refusal, _default, _configs, _estimate, _compile, _run
+    return functions(lambda specs: problem(outputs(*specs), specs), problem_of_run, *mine)

@@ -14,6 +14,7 @@ import torch
 
 from tilery.backends import cuda_glue, tensor_maps
 from tilery.parts import hopper_tiles
+from tilery.parts.kernels import Functions, functions
 from tilery.parts.products import Product
 from tilery.parts.tiles import tiled_product
 from tilery.spec import Artifact, TensorSpec, Work, dtype_name
@@ -186,23 +187,14 @@ def _arguments(p: Product) -> tuple[Any, ...]:
     return *pointers, p.addend_row, *(1.0 if factor is None else factor for factor in (p.alpha, p.beta))
 
 
-def kernel(
-    product: Callable[..., Product], outputs: Callable[..., Any], names: tuple[str, str, str]
-) -> tuple[Callable[..., Any], ...]:
-    """An op's refusal, default, configs, estimate, compile and run; `product(outs, *args)` is what it multiplies.
+def _compile(p: Product, config: Config, arch: str) -> Artifact:
+    return _kernel(p.a.dtype, config, _ending(p)).compile(arch)
 
-    `names` are those that users know a, b and the addend by.
-    """
 
-    def compile(specs: Any, config: Config, arch: str) -> Artifact:
-        p = product(outputs(*specs), *specs)
-        return _kernel(p.a.dtype, config, _ending(p)).compile(arch)
-
-    return (
-        lambda *specs, config=None: _refusal(product(None, *specs), names, config),
-        lambda *specs: _default(product(None, *specs)),
-        lambda *specs: _configs(product(None, *specs), names),
-        lambda *specs, config: _estimate(product(None, *specs), config),
-        compile,
-        lambda outs, args, config: _run(product(outs, *args), config),
-    )
+def kernel(product: Callable[..., Product], outputs: Callable[..., Any], names: tuple[str, str, str]) -> Functions:
+    """An op's module; `product(outs, *args)` is what it multiplies, `names` are what users call a, b and the addend."""
+    return functions(
+        lambda specs: product(outputs(*specs), *specs), lambda outs, args: product(outs, *args),
+        lambda p, config: _refusal(p, names, config), _default, lambda p: _configs(p, names),
+        _estimate, _compile, _run,
+    )  # fmt: skip

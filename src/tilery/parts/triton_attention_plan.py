@@ -13,6 +13,7 @@ from tilery.backends import triton_glue
 from tilery.device import ARCHS
 from tilery.parts import triton_fp8
 from tilery.parts.attention import FP8, Problem, pairs, problem, problem_of_run
+from tilery.parts.kernels import Functions, functions
 from tilery.parts.triton_attention_forward import forward
 from tilery.parts.triton_tiles import far
 from tilery.spec import Artifact, TensorSpec, Work, dtype_name
@@ -206,31 +207,17 @@ def _arguments(p: Problem, config: Config):  # type: ignore[no-untyped-def]
     return (*inputs, p.q_scale, p.k_scale, p.v_scale, *shapes, *strides, *more, *scalars), constants
 
 
-def kernel(outputs: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """refusal, default, configs, estimate, compile and run of an op with these outputs."""
+def _compile(p: Problem, config: Config, arch: str) -> Artifact:
+    arguments, constants = _arguments(p, config)
+    return triton_glue.compile(forward, arguments, constants, config.options, arch)
 
-    def of(specs: tuple[Any, ...]) -> Problem:
-        return problem(outputs(*specs), specs)
 
-    def refusal(*specs: Any, config: Config | None = None) -> str | None:
-        return _refusal(of(specs), config)
+def _run(p: Problem, config: Config) -> None:
+    arguments, constants = _arguments(p, config)
+    forward[(_pairs(p) * _tiles(p, config),)](*arguments, **constants, **config.options)
 
-    def default(*specs: Any) -> Config:
-        return _default(of(specs))
 
-    def configs(*specs: Any) -> list[Config]:
-        return _configs(of(specs))
-
-    def estimate(*specs: Any, config: Config) -> Work:
-        return _estimate(of(specs), config)
-
-    def compile(specs: tuple[Any, ...], config: Config, arch: str) -> Artifact:
-        arguments, constants = _arguments(of(specs), config)
-        return triton_glue.compile(forward, arguments, constants, config.options, arch)
-
-    def run(outs: Any, args: tuple[Any, ...], config: Config) -> None:
-        p = problem_of_run(outs, args)
-        arguments, constants = _arguments(p, config)
-        forward[(_pairs(p) * _tiles(p, config),)](*arguments, **constants, **config.options)
-
-    return refusal, default, configs, estimate, compile, run
+def kernel(outputs: Callable[..., Any]) -> Functions:
+    """The module of an op with these outputs."""
+    mine = _refusal, _default, _configs, _estimate, _compile, _run
+    return functions(lambda specs: problem(outputs(*specs), specs), problem_of_run, *mine)

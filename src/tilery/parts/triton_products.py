@@ -14,6 +14,7 @@ import triton.language as tl
 from tilery import device
 from tilery.backends import triton_glue
 from tilery.device import ARCHS
+from tilery.parts.kernels import Functions, functions
 from tilery.parts.products import Product
 from tilery.parts.tiles import tiled_product
 from tilery.parts.triton_gated import share
@@ -181,13 +182,7 @@ def _run(p: Product, config: Config) -> None:
     _product[grid](*arguments, **constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
-def kernel(product: Callable[..., Product], outputs: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """An op's refusal, default, configs, estimate, compile and run; `product(outs, *args)` is what it multiplies."""
-    return (
-        lambda *specs, config=None: _refusal(product(None, *specs), config),
-        lambda *specs: _default(product(None, *specs)),
-        lambda *specs: _configs(product(None, *specs)),
-        lambda *specs, config: _estimate(product(None, *specs), config),
-        lambda specs, config, arch: _compile(product(outputs(*specs), *specs), config, arch),
-        lambda outs, args, config: _run(product(outs, *args), config),
-    )
+def kernel(product: Callable[..., Product], outputs: Callable[..., Any]) -> Functions:
+    """An op's module; `product(outs, *args)` is what it multiplies."""
+    mine = _refusal, _default, _configs, _estimate, _compile, _run
+    return functions(lambda specs: product(outputs(*specs), *specs), lambda outs, args: product(outs, *args), *mine)
