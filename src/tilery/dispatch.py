@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from math import prod
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -49,7 +49,8 @@ class Plan:
     def __post_init__(self) -> None:
         self._index = self.device.index if self.device.type == "cuda" else None
         self._new_outs = [_maker(spec) for spec in self.outs]
-        self._new_workspace = [_maker(spec) for spec in self.workspace]
+        # Of nothing, what was made once will do for every call.
+        self._new_workspace = [_maker(s) if prod(s.shape) else cache(_maker(s)) for s in self.workspace]
         # Kernels need not think of it: where there is nothing to write, nothing is launched.
         self._idle = bool(self.outs) and not any(prod(spec.shape) for spec in self.outs)
 
