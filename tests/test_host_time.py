@@ -2,6 +2,7 @@
 
 import pathlib
 import runpy
+import time
 
 import pytest
 
@@ -17,8 +18,9 @@ ALLOWED_US = {
 @pytest.mark.parametrize("name", REGISTRY)
 def test_a_call_costs_little_over_the_launch(name):
     least, most = float("inf"), ALLOWED_US.get(name, 5)
-    for _ in range(5):  # another process may have had the core: the least of a few tries is the call's own
+    for _ in range(20):  # others may have had the core, for seconds: the least of some tries is the call's own
         least = min(least, BENCHMARK["host_times"](REGISTRY[name])[-1])
         if least < most:
             return
+        time.sleep(0.3)
     pytest.fail(f"{name} costs {least:.2f} µs over its launch, allowed {most:.1f}")
