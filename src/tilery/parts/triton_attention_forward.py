@@ -1,7 +1,8 @@
 """Attention in Triton, forward: a program per tile of queries of one head, keys and values stream past it.
 
 Key blocks that every query of the tile sees are taken without masks; those at the edges of what is causal, in the
-window or there at all come with masks. Heads whose size is no power of two lie in two parts, 80 as 64 and 16.
+window or there at all come with masks. Heads whose size is no power of two lie in two parts by TMA, 80 as 64 and 16;
+without it in one that is wider: of two, ptxas 12.8 made code that was wrong.
 """
 
 import triton
@@ -26,23 +27,29 @@ def values(x, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def tile_of_rows(ptr, rows, column, there):
-    """Rows of a matrix, by their distance from ptr; those that are not there are 0."""
-    return tl.load(ptr + (rows[:, None] + column[None, :]), mask=there[:, None], other=0.0)
+def tile_of_rows(ptr, rows, column, there, COLUMNS: tl.constexpr):
+    """Rows of a matrix that has so many columns, by their distance from ptr; what is not there is 0."""
+    mask = there[:, None] & (column < COLUMNS)[None, :]
+    return tl.load(ptr + (rows[:, None] + column[None, :]), mask=mask, other=0.0)
 
 
 @triton.jit
 def _fetched(
     source, sequence, head, start, from_row, row, n, column, there,
-    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys or values: from a pointer to the first one, or by TMA from a descriptor of all of them."""
+    """A block of keys or values of SIZE: from a pointer to the first one, or by TMA from a descriptor of all of them."""
     if TMA:  # past the end of a tensor it gives 0
         tile = source.load([sequence, head, from_row + start, column]).reshape(BLOCK_N, WIDTH)
     else:
-        source += tl.full((), 1, tl.int64) * start * row + column  # past 2**31 elements int32 overflows
-        at = source + (n[:, None] * row + tl.arange(0, WIDTH)[None, :])
-        tile = tl.load(at, mask=there[:, None], other=0.0) if MASKED else tl.load(at)
+        source += tl.full((), 1, tl.int64) * start * row  # past 2**31 elements int32 overflows
+        columns = tl.arange(0, WIDTH)
+        at = source + (n[:, None] * row + columns[None, :])
+        if WIDTH > SIZE:
+            inside = (columns < SIZE)[None, :]
+            tile = tl.load(at, mask=there[:, None] & inside if MASKED else inside, other=0.0)
+        else:
+            tile = tl.load(at, mask=there[:, None], other=0.0) if MASKED else tl.load(at)
     return tile
 
 
@@ -51,6 +58,7 @@ def _span(
     q, q_rest, acc, acc_rest, top, total, k, k_rest, v, v_rest, mask_ptr, bias_ptr, slope,
     sequence, head, from_row, first, inner, outer, last, place_of, rows, queries, keys,
     k_row, v_row, mask_column, bias_row, bias_column, scale, window, softcap,
+    SIZE: tl.constexpr, VALUE: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, E: tl.constexpr, E_REST: tl.constexpr, BLOCK_N: tl.constexpr,
     FORMAT: tl.constexpr, NATIVE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     BENT: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr, EDGES: tl.constexpr, TMA: tl.constexpr,
@@ -66,11 +74,11 @@ def _span(
     for start in range(first, last, BLOCK_N):
         key = start + n
         there = key < keys
-        tile = _fetched(k, sequence, head, start, from_row, k_row, far_n, 0, there, D, BLOCK_N, MASKED, TMA)
+        tile = _fetched(k, sequence, head, start, from_row, k_row, far_n, 0, there, SIZE, D, BLOCK_N, MASKED, TMA)
         scores = tl.dot(q, tl.trans(operand(tile, FORMAT, NATIVE)), input_precision="ieee")  # tf32 would lose 13 bits
         if D_REST:
             tile = _fetched(
-                k_rest, sequence, head, start, from_row, k_row, far_n, D, there, D_REST, BLOCK_N, MASKED, TMA
+                k_rest, sequence, head, start, from_row, k_row, far_n, D, there, SIZE, D_REST, BLOCK_N, MASKED, TMA
             )
             scores = tl.dot(q_rest, tl.trans(operand(tile, FORMAT, NATIVE)), scores, input_precision="ieee")
         if BENT:
@@ -90,7 +98,7 @@ def _span(
             kept = tl.load(mask_ptr + key * wide * mask_column, mask=there, other=0)
             scores = tl.where(kept[None, :] != 0, scores, -float("inf"))
         top, total, weights, shrink = online(top, total, scores, 1.0 if BENT else scale)
-        tile = _fetched(v, sequence, head, start, from_row, v_row, far_n, 0, there, E, BLOCK_N, MASKED, TMA)
+        tile = _fetched(v, sequence, head, start, from_row, v_row, far_n, 0, there, VALUE, E, BLOCK_N, MASKED, TMA)
         if MASKED and TMA:  # the next sequence's values may be NaN, and 0 times that is too
             tile = tl.where(there[:, None], tile, tl.zeros_like(tile))
         tile = values(tile, FORMAT, NATIVE)
@@ -98,7 +106,7 @@ def _span(
         acc = tl.dot(weights, tile, acc * shrink[:, None], input_precision="ieee")
         if E_REST:
             tile = _fetched(
-                v_rest, sequence, head, start, from_row, v_row, far_n, E, there, E_REST, BLOCK_N, MASKED, TMA
+                v_rest, sequence, head, start, from_row, v_row, far_n, E, there, VALUE, E_REST, BLOCK_N, MASKED, TMA
             )
             if MASKED and TMA:
                 tile = tl.where(there[:, None], tile, tl.zeros_like(tile))
@@ -119,16 +127,18 @@ def bounds(ends_ptr, sequence, sequences, tokens):
 
 
 @triton.jit
-def clear(out_ptr, lse_ptr, first, last, step, row, E: tl.constexpr, E_REST: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros, and -inf for an lse, for a head's rows from first to last that this program has: BLOCK of each step."""
+def clear(out_ptr, lse_ptr, first, last, step, row, VALUE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros, and -inf for an lse, for a head's rows from first to last that this program has: BLOCK of each step.
+
+    WIDTH is a power of two from VALUE on.
+    """
+    column = tl.arange(0, WIDTH)
     for start in range(first, last, step):
         rows = start + tl.arange(0, BLOCK).to(tl.int64)
         inside = rows < last
-        at = out_ptr + rows[:, None] * row
-        tl.store(at + tl.arange(0, E)[None, :], tl.zeros((BLOCK, E), out_ptr.dtype.element_ty), mask=inside[:, None])
-        if E_REST:
-            nothing = tl.zeros((BLOCK, E_REST), out_ptr.dtype.element_ty)
-            tl.store(at + E + tl.arange(0, E_REST)[None, :], nothing, mask=inside[:, None])
+        nothing = tl.zeros((BLOCK, WIDTH), out_ptr.dtype.element_ty)
+        mask = inside[:, None] & (column < VALUE)[None, :]
+        tl.store(out_ptr + (rows[:, None] * row + column[None, :]), nothing, mask=mask)
         if lse_ptr is not None:
             tl.store(lse_ptr + rows, tl.full((BLOCK,), -float("inf"), tl.float32), mask=inside)
 
@@ -140,7 +150,8 @@ def forward(
     sequences, heads, queries, keys, tiles, band,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head,
     lse_batch, lse_head, mask_batch, mask_column, bias_batch, bias_head, bias_row, bias_column, scale, window, softcap,
-    GROUP: tl.constexpr, D: tl.constexpr, D_REST: tl.constexpr, E: tl.constexpr, E_REST: tl.constexpr,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+    D: tl.constexpr, D_REST: tl.constexpr, E: tl.constexpr, E_REST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BENT: tl.constexpr,
     TMA: tl.constexpr, FAR: tl.constexpr,
@@ -154,7 +165,8 @@ def forward(
         begin_q, end_q = bounds(cu_q_ptr, sequence, sequences, queries)
         if sequence == sequences:
             step = tiles * BLOCK_M
-            clear(out + head * out_head, lse_ptr, begin_q + tile * BLOCK_M, end_q, step, out_row, E, E_REST, BLOCK_M)
+            width: tl.constexpr = 2 * E if E_REST else E
+            clear(out + head * out_head, lse_ptr, begin_q + tile * BLOCK_M, end_q, step, out_row, VALUE, width, BLOCK_M)
             return
         begin_k, end_k = bounds(cu_k_ptr, sequence, sequences, keys)
         queries, keys = end_q - begin_q, end_k - begin_k
@@ -176,17 +188,14 @@ def forward(
         q_tile = q.load([near_sequence, near_head, from_row, 0]).reshape(BLOCK_M, D)
     else:
         q += q_start + head * q_head
-        q_tile = tile_of_rows(q, far_rows * q_row, tl.arange(0, D), inside)
+        q_tile = tile_of_rows(q, far_rows * q_row, tl.arange(0, D), inside, SIZE)
         k += k_start + kv_head * k_head
         v += v_start + kv_head * v_head
         k_rest, v_rest = k, v
     q_tile = operand(q_tile, FORMAT, NATIVE)
     q_rest_tile = q_tile
     if D_REST:
-        if TMA:
-            q_rest_tile = q_rest.load([near_sequence, near_head, from_row, D]).reshape(BLOCK_M, D_REST)
-        else:
-            q_rest_tile = tile_of_rows(q, far_rows * q_row, D + tl.arange(0, D_REST), inside)
+        q_rest_tile = q_rest.load([near_sequence, near_head, from_row, D]).reshape(BLOCK_M, D_REST)
         q_rest_tile = operand(q_rest_tile, FORMAT, NATIVE)
     if FORMAT != "none":
         scale *= tl.load(q_scale_ptr) * tl.load(k_scale_ptr)
@@ -222,7 +231,7 @@ def forward(
             inner if part == 0 else (outer if part == 1 else (end if part == 2 else tail)),
             place_of, rows, queries, keys,
             k_row, v_row, mask_column, bias_row, bias_column, scale, window, softcap,
-            D, D_REST, E, E_REST, BLOCK_N, FORMAT, NATIVE, CAUSAL, WINDOW, SOFTCAP, BENT,
+            SIZE, VALUE, D, D_REST, E, E_REST, BLOCK_N, FORMAT, NATIVE, CAUSAL, WINDOW, SOFTCAP, BENT,
             slopes_ptr is not None, part == 0 or part == 2, part == 3, TMA, FAR,
         )  # fmt: skip
 
@@ -238,7 +247,8 @@ def forward(
     else:
         at = out + out_start + head * out_head + far_rows[:, None] * out_row
         kind = out.dtype.element_ty
-        tl.store(at + tl.arange(0, E)[None, :], acc.to(kind), mask=inside[:, None])
+        column = tl.arange(0, E)[None, :]
+        tl.store(at + column, acc.to(kind), mask=inside[:, None] & (column < VALUE))
         if E_REST:
             acc_rest = (acc_rest * share[:, None]).to(kind)
             tl.store(at + E + tl.arange(0, E_REST)[None, :], acc_rest, mask=inside[:, None])

@@ -36,10 +36,10 @@ class Config:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def parts(size: int) -> tuple[int, int]:
-    """A head's size as a power of two and the rest, which is one too or 0."""
+def parts(size: int, config: Config) -> tuple[int, int]:
+    """A head's columns: by TMA a power of two and the rest, which is one too or 0; else one that may be wider."""
     first = 1 << (size.bit_length() - 1)
-    return first, size - first
+    return (first, size - first) if config.tma or first == size else (2 * first, 0)
 
 
 def _refusal(p: Problem, config: Config | None) -> str | None:
@@ -82,10 +82,11 @@ def _matrices(x: Any, p: Problem, strides: tuple[int, int, int]) -> tuple[tuple[
 
 def _shared(p: Problem, config: Config) -> int:
     """The tile of queries, and what comes in stages: keys, values, the bias."""
-    streamed = config.num_stages * config.block_n * (p.size + p.value) * p.q.dtype.itemsize
+    size, value = sum(parts(p.size, config)), sum(parts(p.value, config))
+    streamed = config.num_stages * config.block_n * (size + value) * p.q.dtype.itemsize
     if p.bias is not None:
         streamed += config.num_stages * config.block_m * config.block_n * p.bias.dtype.itemsize
-    return int(config.block_m * p.size * p.q.dtype.itemsize + streamed)
+    return int(config.block_m * size * p.q.dtype.itemsize + streamed)
 
 
 def _default(p: Problem) -> Config:
@@ -161,7 +162,7 @@ def _descriptors(x: Any, p: Problem, strides: tuple[int, int, int], tokens: int,
 
 def _tensors(p: Problem, config: Config) -> list[Any]:
     """q, k, v and out with their rests: pointers, or descriptors for TMA. It cannot write a part of a tile."""
-    d, e = parts(p.size), parts(p.value)
+    d, e = parts(p.size, config), parts(p.value, config)
     if not config.tma:
         return [_known(p.q), None, _known(p.k), None, _known(p.v), None, p.out, None]
     return [
@@ -183,7 +184,7 @@ def _pairs(p: Problem) -> int:
 
 def _arguments(p: Problem, config: Config):  # type: ignore[no-untyped-def]
     """The launch arguments and constants, of tensors for `run` and of specs for `compile`."""
-    (d, d_rest), (e, e_rest), packed = parts(p.size), parts(p.value), p.cu_q is not None
+    (d, d_rest), (e, e_rest), packed = parts(p.size, config), parts(p.value, config), p.cu_q is not None
     mask = p.key_mask if p.key_mask is None else triton_fp8.as_bytes(p.key_mask)
     group, shared = p.heads // p.kv_heads, max(p.keys, 1) * (p.size + p.value) * p.q.dtype.itemsize
     band = min(group * max(L2 // shared, 1), _pairs(p))
@@ -197,7 +198,7 @@ def _arguments(p: Problem, config: Config):  # type: ignore[no-untyped-def]
     # Otherwise the kernel scales as it takes exponentials: the largest score must be that of the largest logit.
     bent = p.softcap != 0 or not p.scale > 0 or any(x is not None for x in (p.q_scale, p.bias, p.slopes))
     constants = {
-        "GROUP": group, "D": d, "D_REST": d_rest, "E": e, "E_REST": e_rest,
+        "GROUP": group, "SIZE": p.size, "VALUE": p.value, "D": d, "D_REST": d_rest, "E": e, "E_REST": e_rest,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "FORMAT": dtype_name(p.q.dtype) if p.q.dtype in FP8 else "none",
         "NATIVE": p.q.dtype in FP8 and triton_fp8.native(p.q.device),

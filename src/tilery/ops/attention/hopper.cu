@@ -86,7 +86,8 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
     constexpr int BM = WARPGROUPS * 64, BYTES = BN * CHUNKS * SPAN, Q_BYTES = BM * CHUNKS * SPAN;
     extern __shared__ __align__(1024) unsigned char memory[];
     static_assert(BN / SHARE * SPAN % PATTERN == 0, "parts start at multiples of the swizzle's pattern");
-    TileRing<SLOTS, BYTES, 0, SHARE> ring(memory, Q_BYTES + 16 + 2 * sizeof(Tile));
+    using Ring = TileRing<SLOTS, BYTES, 0, SHARE>;
+    Ring ring(memory, Q_BYTES + 16 + 2 * sizeof(Tile));
     TileRing<1, Q_BYTES> q(ring.behind());
     Tile* const todo = reinterpret_cast<Tile*>(ring.behind() + Q_BYTES + 16);  // comes with q: this one, and the next
     if (threadIdx.x == 0) {
@@ -163,7 +164,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
             Rows rows;
 #pragma unroll
             for (int i = 0; i < WIDE / 2; ++i) sums[i] = 0.0f;
-            const auto multiply_keys = [&](const auto& at) {
+            const auto multiply_keys = [&](const Ring& at) {
                 product_begin(scores);
 #pragma unroll
                 for (int s = 0; s < D / 16; ++s)
@@ -172,7 +173,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
                         tile_descriptor(at.tile() + s / 4 * BN * SPAN) + s % 4 * 2, s > 0);
                 product_commit();
             };
-            const auto multiply_values = [&](const auto& at, int block) {
+            const auto multiply_values = [&](const Ring& at, int block) {
                 if (ends_k && (block + 1) * BN > keys)
                     clear_rows<BN, CHUNKS>(at.tile(), keys - block * BN, warpgroup);
                 pin(weights);
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
                 weigh(blocks.end - 1);
                 round_to<T>(weights, scores);
                 for (int b = blocks.end - 2; b >= blocks.begin; --b) {
-                    auto k = ring, v = ring;
+                    Ring k = ring, v = ring;
                     v.next();
                     Turn<WARPGROUPS>::sync(warpgroup);
                     k.wait(), multiply_keys(k);

@@ -135,7 +135,7 @@ def _mla(
     if cu_q_ptr is not None:  # queries and keys are all tokens
         begin_q, end_q = bounds(cu_q_ptr, sequence, sequences, queries)
         if sequence == sequences:
-            clear(out_ptr, None, begin_q + tile * BLOCK_M, end_q, tiles * BLOCK_M, out_row, E, 0, BLOCK_M)
+            clear(out_ptr, None, begin_q + tile * BLOCK_M, end_q, tiles * BLOCK_M, out_row, E, E, BLOCK_M)
             return
         begin_k, end_k = bounds(cu_k_ptr, sequence, sequences, keys)
         queries, keys = end_q - begin_q, end_k - begin_k
@@ -157,8 +157,8 @@ def _mla(
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inside, far_rows = rows < queries, rows * wide
-    q = tile_of_rows(q_ptr, far_rows * q_row, tl.arange(0, D), inside)
-    q_rope = tile_of_rows(q_rope_ptr, far_rows * q_rope_row, tl.arange(0, R), inside)
+    q = tile_of_rows(q_ptr, far_rows * q_row, tl.arange(0, D), inside, D)
+    q_rope = tile_of_rows(q_rope_ptr, far_rows * q_rope_row, tl.arange(0, R), inside, R)
     sign = tl.where(scale < 0, -1.0, 1.0).to(q.dtype)  # so that the largest score is the largest logit
     q, q_rope = q * sign, q_rope * sign
     scale = tl.maximum(tl.abs(scale) * LOG2E, 1e-30)  # of 0 times -inf there would be NaN
