@@ -44,11 +44,6 @@ def finish(top, total):
 # Their hosts
 
 
-def power(n: int) -> int:
-    """The power of two from n on."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
 def strided(x, shape: tuple[int, ...], strides: tuple[int, ...]):
     """A view: of a tensor for a launch, of a spec for a compile."""
     if isinstance(x, TensorSpec):

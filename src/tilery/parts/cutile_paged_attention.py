@@ -19,12 +19,11 @@ from tilery.parts.cutile_attention import (
     config_refusal,
     finish,
     online,
-    power,
     reach_refusal,
     size_refusal,
     strided,
 )
-from tilery.parts.fp8 import ceil_div
+from tilery.parts.fp8 import ceil_div, power
 from tilery.spec import Artifact, TensorSpec, Work
 
 archs = ("sm_90", "sm_100")  # on others its tiles spill

@@ -44,6 +44,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def power(n: int) -> int:
+    """The power of two from n on; Triton's own function, and its cdiv, take 8 µs each."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def scale_shape(m: int, k: int, per: str) -> tuple[int, ...]:
     return {
         "tensor": (1,),

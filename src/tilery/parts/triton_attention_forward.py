@@ -1,8 +1,8 @@
 """Attention in Triton, forward: a program per tile of queries of one head, keys and values stream past it.
 
 Key blocks that every query of the tile sees are taken without masks; those at the edges of what is causal, in the
-window or there at all come with masks. Heads whose size is no power of two lie in two parts by TMA, 80 as 64 and 16;
-without it in one that is wider: of two, ptxas 12.8 made code that was wrong.
+window or there at all come with masks. Heads whose size is no power of two lie in tiles that are, with zeros behind:
+of two tiles, 80 as 64 and 16, ptxas 12.8 made code that was wrong.
 """
 
 import triton
@@ -35,12 +35,12 @@ def tile_of_rows(ptr, rows, column, there, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _fetched(
-    source, sequence, head, start, from_row, row, n, column, there,
+    source, sequence, head, start, from_row, row, n, there,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys or values of SIZE: from a pointer to the first one, or by TMA from a descriptor of all of them."""
-    if TMA:  # past the end of a tensor it gives 0
-        tile = source.load([sequence, head, from_row + start, column]).reshape(BLOCK_N, WIDTH)
+    """A block of keys or values of SIZE, from a pointer to the first one or, by TMA, a descriptor of all of them."""
+    if TMA:  # past the ends of a tensor it gives 0
+        tile = source.load([sequence, head, from_row + start, 0]).reshape(BLOCK_N, WIDTH)
     else:
         source += tl.full((), 1, tl.int64) * start * row  # past 2**31 elements int32 overflows
         columns = tl.arange(0, WIDTH)
@@ -55,11 +55,10 @@ def _fetched(
 
 @triton.jit
 def _span(
-    q, q_rest, acc, acc_rest, top, total, k, k_rest, v, v_rest, mask_ptr, bias_ptr, slope,
+    q, acc, top, total, k, v, mask_ptr, bias_ptr, slope,
     sequence, head, from_row, first, inner, outer, last, place_of, rows, queries, keys,
     k_row, v_row, mask_column, bias_row, bias_column, scale, window, softcap,
-    SIZE: tl.constexpr, VALUE: tl.constexpr,
-    D: tl.constexpr, D_REST: tl.constexpr, E: tl.constexpr, E_REST: tl.constexpr, BLOCK_N: tl.constexpr,
+    SIZE: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_N: tl.constexpr,
     FORMAT: tl.constexpr, NATIVE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     BENT: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr, EDGES: tl.constexpr, TMA: tl.constexpr,
     FAR: tl.constexpr,
@@ -74,13 +73,8 @@ def _span(
     for start in range(first, last, BLOCK_N):
         key = start + n
         there = key < keys
-        tile = _fetched(k, sequence, head, start, from_row, k_row, far_n, 0, there, SIZE, D, BLOCK_N, MASKED, TMA)
+        tile = _fetched(k, sequence, head, start, from_row, k_row, far_n, there, SIZE, D, BLOCK_N, MASKED, TMA)
         scores = tl.dot(q, tl.trans(operand(tile, FORMAT, NATIVE)), input_precision="ieee")  # tf32 would lose 13 bits
-        if D_REST:
-            tile = _fetched(
-                k_rest, sequence, head, start, from_row, k_row, far_n, D, there, SIZE, D_REST, BLOCK_N, MASKED, TMA
-            )
-            scores = tl.dot(q_rest, tl.trans(operand(tile, FORMAT, NATIVE)), scores, input_precision="ieee")
         if BENT:
             scores = bent(scores, scale, softcap, SOFTCAP)
         if ALIBI:
@@ -98,20 +92,13 @@ def _span(
             kept = tl.load(mask_ptr + key * wide * mask_column, mask=there, other=0)
             scores = tl.where(kept[None, :] != 0, scores, -float("inf"))
         top, total, weights, shrink = online(top, total, scores, 1.0 if BENT else scale)
-        tile = _fetched(v, sequence, head, start, from_row, v_row, far_n, 0, there, VALUE, E, BLOCK_N, MASKED, TMA)
+        tile = _fetched(v, sequence, head, start, from_row, v_row, far_n, there, VALUE, E, BLOCK_N, MASKED, TMA)
         if MASKED and TMA:  # the next sequence's values may be NaN, and 0 times that is too
             tile = tl.where(there[:, None], tile, tl.zeros_like(tile))
         tile = values(tile, FORMAT, NATIVE)
         weights = weights.to(tile.dtype)
         acc = tl.dot(weights, tile, acc * shrink[:, None], input_precision="ieee")
-        if E_REST:
-            tile = _fetched(
-                v_rest, sequence, head, start, from_row, v_row, far_n, E, there, VALUE, E_REST, BLOCK_N, MASKED, TMA
-            )
-            if MASKED and TMA:
-                tile = tl.where(there[:, None], tile, tl.zeros_like(tile))
-            acc_rest = tl.dot(weights, values(tile, FORMAT, NATIVE), acc_rest * shrink[:, None], input_precision="ieee")
-    return acc, acc_rest, top, total
+    return acc, top, total
 
 
 @triton.jit
@@ -145,13 +132,12 @@ def clear(out_ptr, lse_ptr, first, last, step, row, VALUE: tl.constexpr, WIDTH: 
 
 @triton.jit(do_not_specialize=["band", "sequences", "tiles"])
 def forward(
-    q, q_rest, k, k_rest, v, v_rest, out, out_rest, lse_ptr, cu_q_ptr, cu_k_ptr, mask_ptr, bias_ptr, slopes_ptr,
+    q, k, v, out, lse_ptr, cu_q_ptr, cu_k_ptr, mask_ptr, bias_ptr, slopes_ptr,
     sinks_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr,
     sequences, heads, queries, keys, tiles, band,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head,
     lse_batch, lse_head, mask_batch, mask_column, bias_batch, bias_head, bias_row, bias_column, scale, window, softcap,
-    GROUP: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
-    D: tl.constexpr, D_REST: tl.constexpr, E: tl.constexpr, E_REST: tl.constexpr,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BENT: tl.constexpr,
     TMA: tl.constexpr, FAR: tl.constexpr,
@@ -165,8 +151,7 @@ def forward(
         begin_q, end_q = bounds(cu_q_ptr, sequence, sequences, queries)
         if sequence == sequences:
             step = tiles * BLOCK_M
-            width: tl.constexpr = 2 * E if E_REST else E
-            clear(out + head * out_head, lse_ptr, begin_q + tile * BLOCK_M, end_q, step, out_row, VALUE, width, BLOCK_M)
+            clear(out + head * out_head, lse_ptr, begin_q + tile * BLOCK_M, end_q, step, out_row, VALUE, E, BLOCK_M)
             return
         begin_k, end_k = bounds(cu_k_ptr, sequence, sequences, keys)
         queries, keys = end_q - begin_q, end_k - begin_k
@@ -191,12 +176,7 @@ def forward(
         q_tile = tile_of_rows(q, far_rows * q_row, tl.arange(0, D), inside, SIZE)
         k += k_start + kv_head * k_head
         v += v_start + kv_head * v_head
-        k_rest, v_rest = k, v
     q_tile = operand(q_tile, FORMAT, NATIVE)
-    q_rest_tile = q_tile
-    if D_REST:
-        q_rest_tile = q_rest.load([near_sequence, near_head, from_row, D]).reshape(BLOCK_M, D_REST)
-        q_rest_tile = operand(q_rest_tile, FORMAT, NATIVE)
     if FORMAT != "none":
         scale *= tl.load(q_scale_ptr) * tl.load(k_scale_ptr)
     if not BENT:
@@ -215,7 +195,6 @@ def forward(
     start, inner, outer, end = key_range(first, last, keys, window, BLOCK_N, CAUSAL, WINDOW)
     top, total = begin(sinks_ptr, head, BLOCK_M)
     acc = tl.zeros((BLOCK_M, E), tl.float32)
-    acc_rest = tl.zeros((BLOCK_M, E_REST), tl.float32) if E_REST else acc
     tail = outer
     if TMA:  # a packed sequence's last block of keys is not its alone
         tail = end if cu_q_ptr is None else tl.minimum(tl.cdiv(end, BLOCK_N), keys // BLOCK_N) * BLOCK_N
@@ -224,14 +203,14 @@ def forward(
     FIRST: tl.constexpr = 3 if TMA else (0 if WINDOW else 1)
     LAST: tl.constexpr = (2 if cu_q_ptr is None else 1) if TMA else 3
     for part in tl.static_range(FIRST, LAST, -1 if TMA else 1):
-        acc, acc_rest, top, total = _span(
-            q_tile, q_rest_tile, acc, acc_rest, top, total, k, k_rest, v, v_rest, mask_ptr, bias_ptr, slope,
+        acc, top, total = _span(
+            q_tile, acc, top, total, k, v, mask_ptr, bias_ptr, slope,
             near_sequence, kv_head.to(tl.int32), begin_k,
             inner if part == 1 else (tail if part == 2 else start), inner, outer,
             inner if part == 0 else (outer if part == 1 else (end if part == 2 else tail)),
             place_of, rows, queries, keys,
             k_row, v_row, mask_column, bias_row, bias_column, scale, window, softcap,
-            SIZE, VALUE, D, D_REST, E, E_REST, BLOCK_N, FORMAT, NATIVE, CAUSAL, WINDOW, SOFTCAP, BENT,
+            SIZE, VALUE, D, E, BLOCK_N, FORMAT, NATIVE, CAUSAL, WINDOW, SOFTCAP, BENT,
             slopes_ptr is not None, part == 0 or part == 2, part == 3, TMA, FAR,
         )  # fmt: skip
 
@@ -241,16 +220,10 @@ def forward(
     acc *= share[:, None]
     if TMA and cu_q_ptr is None:
         out.store([near_sequence, near_head, from_row, 0], acc.to(out.dtype).reshape(1, 1, BLOCK_M, E))
-        if E_REST:
-            acc_rest = (acc_rest * share[:, None]).to(out.dtype)
-            out_rest.store([near_sequence, near_head, from_row, E], acc_rest.reshape(1, 1, BLOCK_M, E_REST))
     else:
         at = out + out_start + head * out_head + far_rows[:, None] * out_row
         kind = out.dtype.element_ty
         column = tl.arange(0, E)[None, :]
         tl.store(at + column, acc.to(kind), mask=inside[:, None] & (column < VALUE))
-        if E_REST:
-            acc_rest = (acc_rest * share[:, None]).to(kind)
-            tl.store(at + E + tl.arange(0, E_REST)[None, :], acc_rest, mask=inside[:, None])
     if lse_ptr is not None:
         tl.store(lse_ptr + lse_start + rows, lse, mask=inside)

@@ -13,6 +13,7 @@ from tilery.backends import triton_glue
 from tilery.device import ARCHS
 from tilery.parts import triton_fp8
 from tilery.parts.attention import FP8, Problem, pairs, problem, problem_of_run
+from tilery.parts.fp8 import power
 from tilery.parts.kernels import Functions, functions
 from tilery.parts.triton_attention_forward import forward
 from tilery.parts.triton_tiles import far
@@ -34,12 +35,6 @@ class Config:
     @property
     def options(self) -> dict[str, int]:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
-
-
-def parts(size: int, config: Config) -> tuple[int, int]:
-    """A head's columns: by TMA a power of two and the rest, which is one too or 0; else one that may be wider."""
-    first = 1 << (size.bit_length() - 1)
-    return (first, size - first) if config.tma or first == size else (2 * first, 0)
 
 
 def _refusal(p: Problem, config: Config | None) -> str | None:
@@ -82,7 +77,7 @@ def _matrices(x: Any, p: Problem, strides: tuple[int, int, int]) -> tuple[tuple[
 
 def _shared(p: Problem, config: Config) -> int:
     """The tile of queries, and what comes in stages: keys, values, the bias."""
-    size, value = sum(parts(p.size, config)), sum(parts(p.value, config))
+    size, value = power(p.size), power(p.value)
     streamed = config.num_stages * config.block_n * (size + value) * p.q.dtype.itemsize
     if p.bias is not None:
         streamed += config.num_stages * config.block_m * config.block_n * p.bias.dtype.itemsize
@@ -102,7 +97,12 @@ def _preferred(p: Problem) -> list[Config]:
         return [Config(128, 32, 8, 2), Config(64, 32, 8, 1)]  # widening takes registers
     queries, warps = (64, 4) if p.queries <= 64 else (128, 8)
     keys = 64 if large or p.bias is not None else 128
+    extras = p.bias, p.slopes, p.key_mask, p.cu_q
+    plain = p.q.dtype not in FP8 and p.softcap == 0 and all(x is None for x in extras)
+    # Two of them fit a processor; what is more than plain would spill.
+    small = [Config(*((64, 128) if p.size <= 64 else (128, 64)), 4, 2, tma=True)] if plain and not large else []
     return [
+        *(small if p.queries > 64 else []),
         *(Config(queries, keys, warps, stages, tma=True) for stages in (3, 2)),
         Config(64, 64, 8, 2) if large else Config(queries, 64, warps, 2),
         Config(64, 32, 8, 2),
@@ -146,30 +146,24 @@ def _known(x: Any) -> Any:
     return triton_fp8.as_bytes(x) if x.dtype in FP8 and not triton_fp8.native(x.device) else x
 
 
-def _descriptors(x: Any, p: Problem, strides: tuple[int, int, int], tokens: int, parts: tuple[int, int]) -> list[Any]:
-    """Of [sequence, head, token, value]: blocks of so many tokens and of either part of the values."""
+def _descriptor(x: Any, p: Problem, strides: tuple[int, int, int], tokens: int) -> Any:
+    """Of [sequence, head, token, value]: blocks of so many tokens and all values, with zeros behind them."""
     shape, steps = _matrices(x, p, strides)
-    raw = _known(x)
-    made: list[Any] = []
-    for width in parts:
-        tile = (1, 1, tokens, width)
-        if isinstance(x, TensorSpec):
-            made.append(triton_glue.Descriptor(raw, tile, None) if width else None)
-        else:
-            made.append(TensorDescriptor(raw, [*shape, x.shape[-1]], [*steps, 1], list(tile)) if width else None)
-    return made
+    raw, tile = _known(x), (1, 1, tokens, power(x.shape[-1]))
+    if isinstance(x, TensorSpec):
+        return triton_glue.Descriptor(raw, tile, None)
+    return TensorDescriptor(raw, [*shape, x.shape[-1]], [*steps, 1], list(tile))
 
 
 def _tensors(p: Problem, config: Config) -> list[Any]:
-    """q, k, v and out with their rests: pointers, or descriptors for TMA. It cannot write a part of a tile."""
-    d, e = parts(p.size, config), parts(p.value, config)
+    """q, k, v and out: pointers, or descriptors for TMA. It cannot write a part of a tile."""
     if not config.tma:
-        return [_known(p.q), None, _known(p.k), None, _known(p.v), None, p.out, None]
+        return [_known(p.q), _known(p.k), _known(p.v), p.out]
     return [
-        *_descriptors(p.q, p, p.q_strides, config.block_m, d),
-        *_descriptors(p.k, p, p.k_strides, config.block_n, d),
-        *_descriptors(p.v, p, p.v_strides, config.block_n, e),
-        *(_descriptors(p.out, p, p.out_strides, config.block_m, e) if p.cu_q is None else (p.out, None)),
+        _descriptor(p.q, p, p.q_strides, config.block_m),
+        _descriptor(p.k, p, p.k_strides, config.block_n),
+        _descriptor(p.v, p, p.v_strides, config.block_n),
+        _descriptor(p.out, p, p.out_strides, config.block_m) if p.cu_q is None else p.out,
     ]
 
 
@@ -184,7 +178,7 @@ def _pairs(p: Problem) -> int:
 
 def _arguments(p: Problem, config: Config):  # type: ignore[no-untyped-def]
     """The launch arguments and constants, of tensors for `run` and of specs for `compile`."""
-    (d, d_rest), (e, e_rest), packed = parts(p.size, config), parts(p.value, config), p.cu_q is not None
+    packed = p.cu_q is not None
     mask = p.key_mask if p.key_mask is None else triton_fp8.as_bytes(p.key_mask)
     group, shared = p.heads // p.kv_heads, max(p.keys, 1) * (p.size + p.value) * p.q.dtype.itemsize
     band = min(group * max(L2 // shared, 1), _pairs(p))
@@ -198,7 +192,7 @@ def _arguments(p: Problem, config: Config):  # type: ignore[no-untyped-def]
     # Otherwise the kernel scales as it takes exponentials: the largest score must be that of the largest logit.
     bent = p.softcap != 0 or not p.scale > 0 or any(x is not None for x in (p.q_scale, p.bias, p.slopes))
     constants = {
-        "GROUP": group, "SIZE": p.size, "VALUE": p.value, "D": d, "D_REST": d_rest, "E": e, "E_REST": e_rest,
+        "GROUP": group, "SIZE": p.size, "VALUE": p.value, "D": power(p.size), "E": power(p.value),
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "FORMAT": dtype_name(p.q.dtype) if p.q.dtype in FP8 else "none",
         "NATIVE": p.q.dtype in FP8 and triton_fp8.native(p.q.device),

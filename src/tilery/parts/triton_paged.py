@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilery import device
-from tilery.parts.fp8 import ceil_div
+from tilery.parts.fp8 import ceil_div, power
 from tilery.parts.triton_attention import LOG2E, finish
 from tilery.parts.triton_fp8 import widen
 from tilery.spec import TensorSpec
@@ -27,14 +27,9 @@ def dependent(where: torch.device) -> bool:
     return present != "cpu" and int(present.removeprefix("sm_")) >= 90
 
 
-def power(n: int) -> int:
-    """The power of two from n on; Triton's own function, and its cdiv, take 8 µs each."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def limit(splits: int, keys: int, block: int) -> int:
-    """So many of the splits can have a key of sequences of at most `keys`."""
-    return max(min(splits, ceil_div(keys, block)), 1)
+def limit(splits: int, keys: int, least: int) -> int:
+    """So many of the splits can have a key of sequences of at most `keys`, each of which has `least` if there are."""
+    return max(min(splits, ceil_div(keys, least)), 1)
 
 
 def workspace(splits: int, tokens: int, heads: int, size: int, where: torch.device) -> tuple[TensorSpec, ...]:
@@ -65,12 +60,12 @@ def sequence(lengths_ptr, starts_ptr, b, queries, bound):
 
 
 @triton.jit
-def cut(length, queries, window, SPLITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
-    """The first key that a split begins with, and how many a split has: multiples of BLOCK."""
+def cut(length, queries, window, SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr):
+    """The first key that a split begins with, and how many a split has, LEAST or more: multiples of BLOCK."""
     first = 0
     if WINDOW:
         first = tl.minimum(tl.maximum(length - queries - window + 1, 0), length) // BLOCK * BLOCK
-    return first, tl.maximum(tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK), 1) * BLOCK
+    return first, tl.maximum(tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK, LEAST)
 
 
 @triton.jit
@@ -137,7 +132,7 @@ def _combine(
     parts_ptr, stats_ptr, lengths_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr,
     queries, tokens, sequences, splits, bound, window,
     HEADS: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr,
-    SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program takes PIECE values of one row; lse [B, H, queries] is given for equal numbers of queries alone."""
     PIECES: tl.constexpr = (D + PIECE - 1) // PIECE
@@ -153,7 +148,7 @@ def _combine(
     live = 0
     if b < sequences:  # a token may belong to none
         length, count, _ = sequence(lengths_ptr, starts_ptr, b, queries, bound)
-        first, size = cut(length, count, window, SPLITS, BLOCK, WINDOW)
+        first, size = cut(length, count, window, SPLITS, BLOCK, LEAST, WINDOW)
         live = tl.cdiv(length - first, size)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, cache_modifier=".cg")
@@ -179,11 +174,12 @@ def _combine(
 
 
 def combination(
-    parts, stats, lengths, starts, sinks, out, lse, queries: int, bound: int, window: int, splits: int, block: int
+    parts, stats, lengths, starts, sinks, out, lse, queries: int, bound: int, window: int, splits: int, block: int,
+    least: int,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Kernel, grid, arguments, constants and options that make out [.., H, E] of what splits kept.
 
-    Of tensors for a launch and of specs for a compile. `splits` and `block` are those that `cut` took.
+    Of tensors for a launch and of specs for a compile. `splits`, `block` and `least` are those that `cut` took.
     """
     there, tokens, heads, size = parts.shape
     sequences, most = lengths.shape[0], power(splits)
@@ -192,7 +188,7 @@ def combination(
     constants = {
         "HEADS": heads, "D": size, "PIECE": piece, "SPLITS": splits, "MOST": most,
         "SEQUENCES": power(sequences) if starts is not None else 1,
-        "BLOCK": block, "WINDOW": window > 0, "PDL": pdl,
+        "BLOCK": block, "LEAST": least, "WINDOW": window > 0, "PDL": pdl,
     }  # fmt: skip
     arguments = parts, stats, lengths, starts, sinks, out, lse, queries, tokens, sequences, there, bound, window
     options = {"num_warps": max(most * piece // 256, 1)} | ({"launch_pdl": True} if pdl else {})

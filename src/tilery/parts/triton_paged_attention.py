@@ -14,13 +14,14 @@ from tilery import device
 from tilery.backends import triton_glue
 from tilery.device import ARCHS
 from tilery.parts import kv_cache, triton_paged
-from tilery.parts.fp8 import ceil_div
+from tilery.parts.fp8 import ceil_div, power
 from tilery.parts.triton_attention import base_2, bent, finish, key_range, seen
 from tilery.parts.triton_fp8 import as_bytes, native
 from tilery.parts.triton_paged import cut, keep, offsets, page_of, sequence, stored, wait, with_sink
 from tilery.spec import Artifact, TensorSpec, Work
 
 archs = ARCHS
+_LEAST = 128
 _MOST_SEQUENCES = 65535  # along a grid's third axis
 
 
@@ -31,6 +32,11 @@ class Config:
     splits: int  # programs that share the keys of a row, at most
     num_warps: int
     num_stages: int
+
+    @property
+    def least(self) -> int:
+        """Keys of a split: with fewer, what it keeps of them costs more than what is gained."""
+        return max(self.block_n, _LEAST)
 
     def options(self) -> dict[str, int]:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
@@ -86,7 +92,7 @@ class Problem(NamedTuple):
 
 
 def width(size: int) -> int:
-    return max(triton_paged.power(size), 16)
+    return max(power(size), 16)
 
 
 def shared(p: Problem, config: Config) -> int:
@@ -183,7 +189,7 @@ def _attend(
     q_batch, q_token, q_head, block_stride, token_stride, head_stride, table_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
     PLAIN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FAR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Programs run together that read the keys of all heads, which lie side by side, for all tiles.
@@ -206,7 +212,7 @@ def _attend(
         scale *= tl.load(k_scale_ptr + kv_head) if K_PER_HEAD else tl.load(k_scale_ptr)
         v_scale = tl.load(v_scale_ptr + kv_head) if V_PER_HEAD else tl.load(v_scale_ptr)
     q, scale = tl.where(scale < 0, -q, q), tl.abs(scale)  # so that what is masked, -inf, stays so
-    first, size = cut(length, count, window, SPLITS, BLOCK_N, WINDOW)
+    first, size = cut(length, count, window, SPLITS, BLOCK_N, LEAST, WINDOW)
     low = first + split * size
     # One way out for both: the compiler would put the first before the length is asked for.
     if (first_row >= count * GROUP) | ((SPLITS > 1) & (low >= length)):
@@ -281,13 +287,13 @@ def _attend(
 
 def workspace(p: Problem, config: Config) -> tuple[TensorSpec, ...]:
     keys = p.span + (config.block_n if p.window else 0)  # a window begins anywhere in a block
-    splits = triton_paged.limit(config.splits, keys, config.block_n)
+    splits = triton_paged.limit(config.splits, keys, config.least)
     return triton_paged.workspace(splits, p.tokens, p.heads, p.size, p.q.device)
 
 
 def estimate(p: Problem, config: Config) -> Work:
     """Few programs that share a row's keys are the same as many: what counts is what one of them reads."""
-    splits = triton_paged.limit(config.splits, p.span, config.block_n)
+    splits = triton_paged.limit(config.splits, p.span, config.least)
     tiles, keys = ceil_div(p.rows, config.block_m), ceil_div(p.span, splits)
     nbytes = 2 * keys * p.size * int(p.k_cache.dtype.itemsize) + min(p.rows, config.block_m) * p.size * 4
     programs = int(p.lengths.shape[0]) * p.kv_heads * tiles * splits
@@ -320,7 +326,7 @@ def _launches(outs, p: Problem, config: Config, parts: Any = None, stats: Any = 
         "K_PER_HEAD": per_head[0], "V_PER_HEAD": per_head[1],
         "FORMAT": format, "NATIVE": format is not None and native(p.q.device),
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_D": width(p.size),
-        "SPLITS": config.splits if splits > 1 else 1,
+        "SPLITS": config.splits if splits > 1 else 1, "LEAST": config.least,
         "PLAIN": config.block_m >= 64, "WINDOW": p.window > 0, "SOFTCAP": p.softcap > 0,
         "FAR": p.k_cache.stride(1) * config.block_n >= 2**30, "PDL": pdl,
     }  # fmt: skip
@@ -328,7 +334,7 @@ def _launches(outs, p: Problem, config: Config, parts: Any = None, stats: Any = 
     grid = tiles * p.kv_heads, splits, sequences
     made: list[tuple[Any, ...]] = [(_attend, grid, arguments, constants, options)]
     if parts is not None:
-        how = p.queries, p.bound, p.window, config.splits, config.block_n
+        how = p.queries, p.bound, p.window, config.splits, config.block_n, config.least
         made.append(triton_paged.combination(parts, stats, p.lengths, p.starts, p.sinks, outs[0], None, *how))
     return made
 

@@ -23,7 +23,7 @@ def _gradients(args: Any, outs: Any, grads: Any) -> Any:
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=draw, allowed=parts.allowed,
     runtime=("scale",),
-    kernels=("numba", "triton", "cuda.hopper", "cutile"),
+    kernels=("numba", "cuda.hopper", "triton", "cutile"),
     baselines=baselines(torch=peers.default, cudnn=peers.cudnn, flash=peers.flash),
     model_sizes=lambda model: [] if model.kv_lora_rank else model_sizes(model),
     backward=_gradients,

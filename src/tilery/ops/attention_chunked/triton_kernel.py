@@ -4,9 +4,8 @@ import torch
 
 from tilery.ops.attention_chunked import outputs, queries
 from tilery.parts import triton_paged_attention as attention
-from tilery.parts.fp8 import ceil_div
+from tilery.parts.fp8 import ceil_div, power
 from tilery.parts.triton_fp8 import native
-from tilery.parts.triton_paged import power
 from tilery.parts.triton_paged_attention import Config, Problem, archs, fitting
 from tilery.spec import Artifact, TensorSpec, Work
 
@@ -30,9 +29,10 @@ def _rows(p: Problem, most: int) -> int:
 
 
 def _splits(p: Problem, block_m: int, block_n: int) -> int:
-    """As many as fill the processors once, each with eight blocks of keys at least."""
+    """As many as fill the processors once, each with eight blocks of keys at least; of small tiles two fit one."""
     tiles = ceil_div(p.tokens * (p.heads // p.kv_heads), block_m) * p.kv_heads
-    fill, most = _PROCESSORS // max(tiles, 1), p.span // (8 * block_n)
+    places = _PROCESSORS * (2 if block_m <= 64 else 1)
+    fill, most = places // max(tiles, 1), p.span // (8 * block_n)
     return 2 ** (max(min(fill, most), 1).bit_length() - 1)
 
 
@@ -48,11 +48,7 @@ def default(*specs) -> Config:
         return _config(p, 32, 32, num_warps=4, num_stages=2)
     if p.q.dtype != p.k_cache.dtype:  # fp8, which is widened in registers: by hand where the device does not know it
         return _config(p, 128, 64, num_warps=8, num_stages=4) if native(p.q.device) else _config(p, 64, 32, 4, 3)
-    if p.rows <= 64 or p.size > 128:
-        return _config(p, 64, 64, num_warps=4 if p.size <= 128 else 8, num_stages=3)
-    if p.window or p.softcap or p.size != attention.width(p.size):  # what that takes in registers would spill
-        return _config(p, 128, 64, num_warps=8, num_stages=4)
-    return _config(p, 128, 128, num_warps=8, num_stages=3)
+    return _config(p, 64, 64, num_warps=4 if p.size <= 128 else 8, num_stages=3)
 
 
 def configs(*specs) -> list[Config]:

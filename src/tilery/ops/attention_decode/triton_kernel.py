@@ -7,13 +7,13 @@ import torch
 
 from tilery.ops.attention_decode import outputs
 from tilery.parts import triton_paged_attention as attention
-from tilery.parts.triton_paged import power
+from tilery.parts.fp8 import power
 from tilery.parts.triton_paged_attention import Config, Problem, archs, fitting
 from tilery.spec import Artifact, TensorSpec, Work
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refusal", "run", "workspace"]
 
-_PROGRAMS = 128  # of one sequence: about one for each processor of an H200
+_PROGRAMS = 32, 256  # of one sequence: at least and at most
 _TILES = (  # keys, warps, stages
     *((32, 2, stages) for stages in (4, 5)),
     *((32, 4, stages) for stages in (4, 5)),
@@ -38,17 +38,19 @@ def _rows(p: Problem) -> int:
 
 
 def _splits(p: Problem) -> int:
-    """What a split keeps of many rows costs as much as reading keys: it has twice as many keys for them."""
-    return max(power(_PROGRAMS // p.kv_heads) // (2 if p.rows > 32 else 1), 1)
+    """Many splits read fast what is one sequence; but what each keeps of every row is written and read again."""
+    least, most = _PROGRAMS
+    programs = min(max(1024 // max(p.rows, 1), least), most)
+    return power(max(programs // p.kv_heads, 1))
 
 
 def default(*specs) -> Config:
     p = _problem(*specs)
     if p.q.dtype == torch.float32:
         return fitting(p, 16, 16, _splits(p), num_warps=4, num_stages=2)
-    keys = 64 if p.size <= 128 else 32
+    keys = 64 if p.size <= 128 and p.rows > 8 else 32
     if _rows(p) < 64:
-        return fitting(p, _rows(p), keys, _splits(p), num_warps=4, num_stages=4)
+        return fitting(p, _rows(p), keys, _splits(p), num_warps=4, num_stages=4 if keys == 32 else 3)
     return fitting(p, 64, keys, _splits(p), num_warps=4 if p.size <= 128 else 8, num_stages=3)
 
 

@@ -29,7 +29,7 @@ def _gradients(args: Any, outs: Any, grads: Any) -> Any:
 @op(
     check=check, outputs=outputs_lse, cost=cost_lse, bucket=bucket, inputs=draw, allowed=parts.allowed,
     runtime=("scale",),
-    kernels=("numba", "triton", "cuda.hopper"),
+    kernels=("numba", "cuda.hopper", "triton"),
     baselines=baselines(torch=_torch, cudnn=_cudnn, flash=peers.flash_lse),
     model_sizes=lambda model: [] if model.kv_lora_rank else model_sizes(model),
     backward=_gradients,

@@ -162,7 +162,7 @@ def _attend(
     b, split = tl.program_id(0) // (blocks * splits), tl.program_id(0) // blocks % splits
     wait(PDL)
     length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 0), bound)
-    _, size = cut(length, QUERIES, 0, SPLITS, CHUNK, False)
+    _, size = cut(length, QUERIES, 0, SPLITS, CHUNK, CHUNK, False)
     first, last = split * size, tl.minimum(split * size + size, length)
     if (first >= length) & (split > 0):  # the first split of an empty sequence has nothing to say, and says it
         return
@@ -245,7 +245,7 @@ def _launches(config: Config, outs, q, q_rope, cache, lengths, block_table, scal
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages} | ({"launch_pdl": True} if pdl else {})
     yield _attend, grid, arguments, constants, options
     if splits > 1:
-        cuts = s.queries, s.bound, 0, config.splits, config.chunk
+        cuts = s.queries, s.bound, 0, config.splits, config.chunk, config.chunk
         yield triton_paged.combination(parts, stats, lengths, None, None, *outs, *cuts)
 
 
