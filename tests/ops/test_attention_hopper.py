@@ -176,7 +176,7 @@ def test_launches_as_planned(launches):
     assert grid == 3 * 4 * 2 * 2  # sequences, heads, and tiles of 256, for two blocks each
     assert "128, 176, 2, 4, 2>" in one.name
     addresses, sizes, steps, boxes, _ = zip(*maps)
-    assert addresses == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and boxes == (128, 88, 88)
+    assert addresses == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and boxes == ((128,), (88,), (88,))
     assert sizes == ((128, 300, 4, 3), (128, 300, 2, 3), (128, 300, 2, 3))
     assert steps == ((512, 128, 153600), (256, 128, 76800), (256, 128, 76800))
     assert values[:12] == [1, 2, 3, out.data_ptr(), 0, 0, 0, 153600, 512, 128, 0, 0]

@@ -10,7 +10,7 @@ SPAN = 128  # bytes of a row of a box, which its swizzle in shared memory spans
 
 _BYTES, _ALIGNED = 128, 128  # of a CUtensorMap; the driver asks for an address that is a multiple of 64
 _KEPT = 4096  # maps: a model has a few for each of its layers
-_MOST_ROWS = 256  # of a box
+_MOST_ROWS = 256  # of a box, along each dimension
 _KINDS = {
     1: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     2: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
@@ -68,28 +68,38 @@ def of(x: Any, box_rows: int) -> TensorMap:
 
 def at(address: int, rows: int, columns: int, stride: int, box_rows: int, itemsize: int) -> TensorMap:
     """Of a matrix that need not be a tensor of two dimensions; `stride` is from row to row, in values."""
-    return _made(address, (columns, rows), (stride if rows > 1 else columns,), box_rows, itemsize)
+    return _made(address, (columns, rows), (stride if rows > 1 else columns,), (box_rows,), itemsize)
 
 
-def of_heads(x: Any, sizes: tuple[int, ...], strides: tuple[int, ...], box_rows: int) -> TensorMap:
-    """The same of a tensor as `heads_refusal` sees it; where there is one alone, any stride will do."""
+def of_heads(x: Any, sizes: tuple[int, ...], strides: tuple[int, ...], *box: int) -> TensorMap:
+    """The same of a tensor as `heads_refusal` sees it; where there is one alone, any stride will do.
+
+    `box`: how much of each dimension but the columns, 1 of those that are not given. Its rows lie in their order.
+    """
+    return heads_at(x.data_ptr(), x.dtype.itemsize, sizes, strides, *box)
+
+
+def heads_at(address: int, itemsize: int, sizes: tuple[int, ...], strides: tuple[int, ...], *box: int) -> TensorMap:
+    """The same of values of `itemsize` bytes from `address` on."""
     steps = tuple(stride if size > 1 else sizes[0] for size, stride in zip(sizes[1:], strides))
-    return _made(x.data_ptr(), sizes, steps, box_rows, x.dtype.itemsize)
+    return _made(address, sizes, steps, box, itemsize)
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _made(address: int, sizes: tuple[int, ...], steps: tuple[int, ...], box_rows: int, itemsize: int) -> TensorMap:
-    assert 0 < box_rows <= _MOST_ROWS and all(sizes) and address % 16 == 0
+def _made(
+    address: int, sizes: tuple[int, ...], steps: tuple[int, ...], boxed: tuple[int, ...], itemsize: int
+) -> TensorMap:  # fmt: skip
+    assert all(0 < size <= _MOST_ROWS for size in boxed) and all(sizes) and address % 16 == 0
     assert all(step * itemsize % 16 == 0 for step in steps)
     made, rank = TensorMap(), len(sizes)
     lengths, strides = (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*(n * itemsize for n in steps))
-    box = (ctypes.c_uint32 * rank)(SPAN // itemsize, box_rows, *[1] * (rank - 2))
+    box = (ctypes.c_uint32 * rank)(SPAN // itemsize, *boxed, *[1] * (rank - 1 - len(boxed)))
     apart = (ctypes.c_uint32 * rank)(*[1] * rank)
     how = int(_PLAIN), int(_SWIZZLE), int(_PROMOTION), int(_ZEROS)
     status = _encode()(made.address, int(_KINDS[itemsize]), rank, address, lengths, strides, box, apart, *how)
     if status:
         what = f"{list(sizes[::-1])} of {itemsize} bytes with strides {list(steps[::-1])} at {address:#x}"
-        what += f", boxes of {box_rows} rows"
+        what += f", boxes of {' × '.join(map(str, boxed))} rows"
         raise RuntimeError(f"CUDA: making a tensor map of {what}: {driver.CUresult(status).name}")
     return made
 

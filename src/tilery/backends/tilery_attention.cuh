@@ -1,4 +1,5 @@
-// Attention's scores in the registers of a warpgroup: what is hidden, the running softmax, weights as rows of the next product.
+// Attention in the registers of warpgroups: scores, what is hidden of them, the running softmax, weights as rows of the next
+// product, and the walk over blocks of keys and values that a ring brings.
 #pragma once
 #include "tilery_tiles.cuh"
 
@@ -69,13 +70,20 @@ struct Rows {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) sums[i] *= shrink[i / 2 % 2];
     }
-    // Sums become averages, zeros of rows that saw nothing; total is the row's.
-    template <int COUNT>
-    __device__ void finish(float (&sums)[COUNT]) {
+    // From here on total is the row's.
+    __device__ void add_totals() {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             total[h] += __shfl_xor_sync(0xffffffff, total[h], 1);
             total[h] += __shfl_xor_sync(0xffffffff, total[h], 2);
+        }
+    }
+    // Sums become averages, zeros of rows that saw nothing.
+    template <int COUNT>
+    __device__ void finish(float (&sums)[COUNT]) {
+        add_totals();
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
             const float share = total[h] == 0.0f ? 0.0f : 1.0f / total[h];
 #pragma unroll
             for (int i = 2 * h; i < COUNT; i += 4) sums[i] *= share, sums[i + 1] *= share;
@@ -96,3 +104,147 @@ __device__ void pin(unsigned (&words)[COUNT][4]) {
     for (int i = 0; i < COUNT; ++i)
         asm volatile("" : "+r"(words[i][0]), "+r"(words[i][1]), "+r"(words[i][2]), "+r"(words[i][3])::"memory");
 }
+
+template <typename T> struct Format;
+template <> struct Format<__half> { using type = f16; };
+template <> struct Format<__nv_bfloat16> { using type = bf16; };
+
+struct Bounds { int begin, end; };
+
+// Inside of what is there whatever the numbers say. One sequence more than there are has the tokens that are left.
+__device__ inline Bounds bounds_of(const int* ends, int sequence, int sequences, int tokens) {
+    const int begin = min(max(ends[sequence], 0), tokens);
+    return {begin, sequence < sequences ? min(max(ends[sequence + 1], begin), tokens) : tokens};
+}
+
+// Blocks of BN keys that any query from place `first` to `last` sees; all of them see all of the `plain` ones. A query sees
+// keys so far to the left and right of its place.
+struct Seen {
+    Bounds blocks, plain;
+
+    template <int BN>
+    static __device__ Seen of(int first, int last, int keys, int left, int right) {
+        const int begin = max(first - left, 0), end = min(last + right + 1, keys);
+        if (begin >= end) return {{0, 0}, {0, 0}};
+        return {{begin / BN, (end + BN - 1) / BN},
+                {(max(last - left, 0) + BN - 1) / BN, max(min(first + right + 1, keys), 0) / BN}};
+    }
+};
+
+// Rows from `first` on of a tile of ROWS are not this sequence's. Their weights are 0, but 0 times NaN is NaN.
+template <int ROWS, int CHUNKS>
+__device__ void clear_rows(unsigned char* tile, int first, int warpgroup) {
+    for (int i = first * 8 + threadIdx.x % 128; i < ROWS * 8; i += 128)
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) *reinterpret_cast<uint4*>(tile + c * ROWS * SPAN + i * 16) = uint4{0, 0, 0, 0};
+    tile_written();
+    warpgroup_meet(warpgroup);
+}
+
+// Whose turn it is to hand products to the tensor cores: each of COUNT warpgroups lets the next go. The last one lets the
+// first go before it begins, and the first takes that turn when all is done.
+template <int COUNT>
+struct Turn {
+    static __device__ void sync(int warpgroup) { asm volatile("bar.sync %0, 256;" ::"r"(1 + COUNT + warpgroup) : "memory"); }
+    static __device__ void pass(int warpgroup) {
+        asm volatile("bar.arrive %0, 256;" ::"r"(1 + COUNT + (warpgroup + 1 == COUNT ? 0 : warpgroup + 1)) : "memory");
+    }
+    static __device__ void begin(int warpgroup) {
+        if (warpgroup == COUNT - 1) pass(warpgroup);
+    }
+    static __device__ void end(int warpgroup) {
+        if (warpgroup == 0) sync(warpgroup);
+    }
+};
+
+// What a walk must know of its tile: places of a thread's two rows, and the keys there are. `clear`: there may be others behind.
+struct Sight {
+    Seen seen;
+    int places[2], keys, left, right;
+    bool clear;
+};
+
+// Tiles of WARPGROUPS · 64 queries of heads of D, and blocks of BN keys or values.
+template <typename T, int D, int BN, int WARPGROUPS>
+struct Walk {
+    using In = typename Format<T>::type;
+    static constexpr int CHUNKS = (D * sizeof(T) + SPAN - 1) / SPAN, WIDE = CHUNKS * SPAN / sizeof(T);  // past D are zeros
+    static constexpr int COLUMNS = SPAN / sizeof(T);  // of a chunk
+    static constexpr int BM = WARPGROUPS * 64, BYTES = BN * CHUNKS * SPAN, Q_BYTES = BM * CHUNKS * SPAN;
+
+    // From the last block to the first: its keys come, then the values of the one before, and at the end its own. Queries have
+    // come when it begins, and are let go; `rows` and `sums` are of the warpgroup's 64.
+    template <typename Ring, typename Queries>
+    static __device__ __forceinline__ void run(Ring& ring, Queries& q, const Sight& sight, float scale, Rows& rows,
+                                               float (&sums)[WIDE / 2]) {
+        const float factor = scale == 0.0f ? 1e-30f : fabsf(scale) * LOG2E, sign = scale < 0.0f ? -1.0f : 1.0f;
+        const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0), quad = threadIdx.x % 4;
+        const Bounds blocks = sight.seen.blocks, plain = sight.seen.plain;
+        float scores[BN / 2];
+        unsigned weights[BN / 16][4];
+#pragma unroll
+        for (int i = 0; i < WIDE / 2; ++i) sums[i] = 0.0f;
+        if (blocks.begin == blocks.end) {
+            q.release(), q.next();
+            return;
+        }
+        const auto multiply_keys = [&](const Ring& at) {
+            product_begin(scores);
+#pragma unroll
+            for (int s = 0; s < D / 16; ++s)
+                Product<In, In, BN>::add(
+                    scores, tile_descriptor(q.tile() + (s / 4 * BM + warpgroup * 64) * SPAN) + s % 4 * 2,
+                    tile_descriptor(at.tile() + s / 4 * BN * SPAN) + s % 4 * 2, s > 0);
+            product_commit();
+        };
+        const auto multiply_values = [&](const Ring& at, int block) {
+            if (sight.clear && (block + 1) * BN > sight.keys)
+                clear_rows<BN, CHUNKS>(at.tile(), sight.keys - block * BN, warpgroup);
+            pin(weights);
+            product_begin(sums);
+            const u64 values = held_descriptor(at.tile(), BN * SPAN);
+#pragma unroll
+            for (int s = 0; s < BN / 16; ++s) HeldProduct<In, WIDE>::add(sums, weights[s], values + s * 128);
+            product_commit();
+        };
+        const auto weigh = [&](int block) {
+            if (block == blocks.begin) q.release(), q.next();  // its scores are the last
+            if (block < plain.begin || block >= plain.end || !(scale > 0.0f)) {
+                const int mine = block * BN + 2 * quad, end = sight.keys - 1 - mine;
+                const int places[2] = {sight.places[0] - mine, sight.places[1] - mine};
+                const int low[2] = {places[0] - sight.left, places[1] - sight.left};
+                const int high[2] = {min(places[0] + sight.right, end), min(places[1] + sight.right, end)};
+                hide(scores, low, high, sign);
+            }
+            rows.weigh(scores, factor);
+        };
+        ring.wait();
+        multiply_keys(ring);
+        product_end(scores);
+        ring.release(), ring.next();
+        weigh(blocks.end - 1);
+        round_to<T>(weights, scores);
+        for (int b = blocks.end - 2; b >= blocks.begin; --b) {
+            Ring k = ring, v = ring;
+            v.next();
+            Turn<WARPGROUPS>::sync(warpgroup);
+            k.wait(), multiply_keys(k);
+            v.wait(), multiply_values(v, b + 1);
+            Turn<WARPGROUPS>::pass(warpgroup);
+            product_wait<1>(), pin(scores), k.release();
+            weigh(b);
+            if (rows.any_grown()) {
+                product_end(sums), rows.shrink_sums(sums);
+            } else {
+                product_end(sums);
+            }
+            v.release();
+            pin(weights);  // they were read until now
+            round_to<T>(weights, scores);
+            ring = v, ring.next();
+        }
+        ring.wait(), multiply_values(ring, blocks.begin);
+        product_end(sums);
+        ring.release(), ring.next();
+    }
+};

@@ -59,7 +59,7 @@ class Config:
         return _PATTERN + slots + self.block_m * width * 2 + _BARRIERS + _TODO
 
 
-def _width(size: int) -> int:
+def columns(size: int) -> int:
     """Columns that a head takes in shared memory: 128 bytes at a time."""
     return ceil_div(size, 64) * 64
 
@@ -88,27 +88,27 @@ def _refusal(p: Problem, config: Config | None) -> str | None:
 
 
 def _config_refusal(p: Problem, config: Config) -> str | None:
-    width = _width(p.size)
+    width = columns(p.size)
     if (config.block_m, config.block_n) not in _TILES[width]:
         known = ", ".join(f"{m} × {n}" for m, n in _TILES[width])
         return f"tiles of heads of {p.size} must be {known}, got {config.block_m} × {config.block_n}"
     sharing = config.share == 2 and p.cu_q is None and config.block_m == 128  # more queries spill registers
     if config.share != 1 and not sharing:
         return f"share must be 1 or, of sequences that are not packed and tiles of 128 queries, 2, got {config.share}"
-    most = _fitting(config.block_m, config.block_n, width)
+    most = fitting(config.block_m, config.block_n, width)
     if not 2 <= config.stages <= most:
         return f"stages must be 2 to {most} for shared memory to hold them, got {config.stages}"
     return None
 
 
-def _fitting(block_m: int, block_n: int, width: int) -> int:
+def fitting(block_m: int, block_n: int, width: int) -> int:
     """Stages that shared memory has room for."""
     room = device.shared_limit("sm_90") - _RESERVED - Config(block_m, block_n, 0).shared(width)
     return min(room // (block_n * width * 2 + _BARRIERS), _MOST_STAGES)
 
 
 def _config(p: Problem, tile: tuple[int, int], share: int, persistent: bool) -> Config:
-    return Config(*tile, _fitting(*tile, _width(p.size)), share, persistent)
+    return Config(*tile, fitting(*tile, columns(p.size)), share, persistent)
 
 
 def _default(p: Problem) -> Config:
@@ -116,7 +116,7 @@ def _default(p: Problem) -> Config:
 
     Blocks that share keys all see what one of them sees: not where queries see different ones.
     """
-    width, partly = _width(p.size), p.causal or p.window > 0
+    width, partly = columns(p.size), p.causal or p.window > 0
     found = [tile for tile in _TILES[width] if tile[0] == 128 or p.queries > 128]
     tile = _CAUSAL.get(width, found[0]) if partly else found[0]
     share = 2 if not partly and p.cu_q is None and width > 64 and p.queries > _MANY else 1
@@ -125,7 +125,7 @@ def _default(p: Problem) -> Config:
 
 def _configs(p: Problem) -> list[Config]:
     forms = ((1, True), (1, False), (2, True))
-    found = [_config(p, tile, *form) for tile in _TILES[_width(p.size)] for form in forms]
+    found = [_config(p, tile, *form) for tile in _TILES[columns(p.size)] for form in forms]
     return [c for c in dict.fromkeys((_default(p), *found)) if _refusal(p, c) is None]
 
 
@@ -135,7 +135,7 @@ def _estimate(p: Problem, config: Config) -> Work:
     keys = min(p.keys, ceil_div(there, max(p.queries, 1)) + config.block_n)
     moved = (config.block_m + keys) * 2 * p.size * p.q.dtype.itemsize
     blocks = p.batch * p.heads * ceil_div(p.queries, config.block_m)
-    return Work(blocks, 4 * config.block_m * keys * _width(p.size), moved)
+    return Work(blocks, 4 * config.block_m * keys * columns(p.size), moved)
 
 
 # Launches
@@ -167,7 +167,7 @@ def _operands(p: Problem) -> list[tuple[str, Any, tuple[int, ...], tuple[int, ..
 def _kernel(dtype: torch.dtype, size: int, config: Config) -> cuda_glue.Kernel:
     sizes = f"{size}, {config.block_n}, {config.block_m // 64}, {config.stages}, {config.share}"
     name = f"hopper_attention<{cuda_glue.TYPES[dtype]}, {sizes}>"
-    shared = config.shared(_width(size))
+    shared = config.shared(columns(size))
     return cuda_glue.Kernel(_SOURCE, name, _PARAMETERS, config.threads, shared, config.share, early=True)
 
 

@@ -13,7 +13,7 @@ def functions(
 ) -> Functions:  # fmt: skip
     """refusal, default, configs, estimate, compile and run, as dispatch calls them.
 
-    The problem is of(specs) or of_run(outs, args); a config comes after it, and an arch after that.
+    The problem is of(specs) or of_run(outs, args); a config comes after it, then an arch, or a workspace.
     """
     return (
         lambda *specs, config=None: refusal(of(specs), config),
@@ -21,5 +21,5 @@ def functions(
         lambda *specs: configs(of(specs)),
         lambda *specs, config: estimate(of(specs), config),
         lambda specs, config, arch: compile(of(specs), config, arch),
-        lambda outs, args, config: run(of_run(outs, args), config),
+        lambda outs, args, config, *kept: run(of_run(outs, args), config, *kept),
     )

@@ -1,0 +1,282 @@
+"""attention_chunked by TMA and wgmma: what it refuses and chooses, what the driver gets, that every form builds."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilery import backends, device
+from tilery.ops import attention_chunked
+from tilery.ops.attention_chunked import inputs
+from tilery.spec import case
+from tilery.workbench.check import check
+from tilery.workbench.compile import specs_for
+from tilery.workbench.place import place
+
+if why := backends.missing("cuda"):
+    pytest.skip(why, allow_module_level=True)
+
+from tilery.backends import cubin, cuda_glue, tensor_maps
+from tilery.ops.attention_chunked import cuda_hopper_kernel as kernel
+from tilery.ops.attention_chunked.cuda_hopper_kernel import Config
+from tilery.parts import hopper_attention
+
+PLAIN = {"m": 256, "keys": 4096, "heads": 8, "kv_heads": 1, "n": 128, "dtype": "bf16", "block_size": 64}
+SMALL = {"m": 45, "keys": 700, "chunks": "40+0+5", "lengths": "700+77+131", "kv_heads": 2}
+SIZES = (16, 32, 64, 80, 96, 128, 192, 256)
+
+
+def specs(**more):
+    return specs_for(attention_chunked, case(**PLAIN | more), "cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"dtype": "fp32"}, "multiplies fp16 and bf16 alone, got fp32"),
+        ({"format": "e4m3", "sinks": True}, "takes no more than a window, got an fp8 cache, sinks"),
+        ({"softcap": 3.0}, "got softcap"),
+        (
+            {"heads": 6, "kv_heads": 2},
+            "heads that share keys must be a power of two up to 128 for TMA to fetch as rows, got 3",
+        ),
+        ({"heads": 256}, "got 256"),
+        ({"layout": "misaligned"}, "k_cache must start at a multiple of 16 bytes"),
+        ({"layout": "padded", "window": 100}, None),
+        ({"layout": "together", "heads": 128, "block_size": 256}, None),
+        ({"keys": 2**20, "m": 2**16, "heads": 128}, None),
+        ({"keys": 2**21, "m": 2**16, "heads": 32, "kv_heads": 32}, None),
+    ],
+)
+@pytest.mark.usefixtures("hopper")
+def test_takes_what_tma_can_fetch_and_nothing_added_to_scores(more, said):
+    why = kernel.refusal(*specs(**more))
+    assert why is None if said is None else said in why
+
+
+@pytest.mark.usefixtures("hopper")
+def test_more_than_it_can_number_is_refused():
+    q, k, v, cu, lengths, table, *rest = specs()
+    wide = table._replace(shape=(1, 2**23), strides=(2**23, 1))
+    assert f"numbers rows, keys and tiles up to {2**29}, got {2**29}" in kernel.refusal(
+        q, k, v, cu, lengths, wide, *rest
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "said"),
+    [
+        (Config(144, 4), {}, "block_n of heads of 128 must be 128 or 176 or 160, got 144"),
+        (Config(128, 4), {"n": 256}, "block_n of heads of 256 must be 80 or 64, got 128"),
+        (Config(128, 7), {}, "stages must be 2 to 6 for shared memory to hold them, got 7"),
+        (Config(128, 6, 33), {}, "splits must be 1 to 32 and share 1 or 2, got 33 and 1"),
+        (Config(128, 6, 0), {}, "got 0 and 1"),
+        (Config(128, 6, 8, share=3), {}, "got 8 and 3"),
+        (Config(176, 4, 7, share=2), {}, None),
+    ],
+)
+@pytest.mark.usefixtures("hopper")
+def test_says_why_it_refuses_a_config(config, more, said):
+    why = kernel.refusal(*specs(**more), config=config)
+    assert why is None if said is None else said in why
+
+
+@pytest.mark.parametrize("page", [16, 64, 256])
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("m", [1, 200, 4096])
+@pytest.mark.usefixtures("hopper")
+def test_the_default_and_all_configs_are_taken(m, n, page):
+    problem = specs(m=m, n=n, block_size=page)
+    found = kernel.configs(*problem)
+    assert kernel.default(*problem) in found and 4 <= len(found) == len(set(found)) <= 13
+    assert all(kernel.refusal(*problem, config=c) is None for c in found)
+    assert all(kernel.estimate(*problem, config=c).blocks > 0 for c in found)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_keys_are_cut_until_the_processors_are_filled_once():
+    def chosen(**more):
+        problem = specs(**{"keys": 32768} | more)
+        config = kernel.default(*problem)
+        return config.splits, kernel.estimate(*problem, config=config).blocks
+
+    assert chosen() == (8, 128) and chosen(m=512) == (4, 128)
+    assert chosen(keys=8192, heads=32, kv_heads=8) == (2, 128) and chosen(m=2048, heads=32, kv_heads=8) == (1, 512)
+    assert chosen(m=1) == (32, 32)  # of a warp's lanes
+    assert chosen(keys=4096) == (4, 64)  # or a split would have less than eight blocks
+    assert chosen(window=2000) == (2, 32)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_splits_that_can_have_no_key_have_no_workspace():
+    def shapes(splits, **more):
+        return [x.shape for x in kernel.workspace(*specs(**more), config=Config(128, 6, splits))]
+
+    assert shapes(1) == [] and shapes(8, keys=100) == []
+    assert shapes(8) == [(8, 256, 8, 128), (2, 8, 256, 8)]
+    assert shapes(8, keys=300)[0] == (3, 256, 8, 128)
+    assert shapes(32, window=100)[0] == (4, 256, 8, 128)  # 355 keys, from anywhere in a block on
+
+
+def test_stands_behind_triton_until_it_has_run():
+    assert attention_chunked.kernels.index("triton") < attention_chunked.kernels.index("cuda.hopper")
+
+
+FORMS = [
+    (Config(128, 6, 8), 128, "bf16"),
+    (Config(128, 6, share=2), 128, "fp16"),
+    (Config(176, 4), 128, "bf16"),
+    (Config(176, 4, share=2), 128, "bf16"),
+    (Config(160, 4), 128, "bf16"),
+    (Config(128, 8), 64, "bf16"),
+    (Config(192, 8), 64, "bf16"),
+    (Config(128, 6), 80, "bf16"),
+    (Config(112, 4), 192, "bf16"),
+    (Config(80, 4, share=2), 256, "bf16"),
+]
+
+
+@pytest.mark.parametrize(("config", "n", "dtype"), FORMS, ids=lambda v: str(v))
+@pytest.mark.usefixtures("hopper")
+def test_every_form_builds_and_makes_weights_while_it_multiplies(config, n, dtype):
+    problem = specs(n=n, dtype=dtype)
+    assert kernel.refusal(*problem, config=config) is None
+    made = kernel.compile(problem, config, "sm_90")
+    width = -(-n // 64) * 64
+    shared = hopper_attention.Config(128, config.block_n, config.stages).shared(width)
+    assert made.spills == 0 and made.shared == shared + 1024 <= device.shared_limit("sm_90")
+    assert made.registers == 168  # as many as all threads may start with
+    sass = cubin.sass(made.cubin)
+    assert f"HGMMA.64x{config.block_n}x16.F32" in sass and "UTMALDG.4D" in sass
+    assert ("MULTICAST" in sass) == (config.share > 1)
+    # Between the wait for scores and the one for sums are all exponentials of a block.
+    waits = [m.start() for m in re.finditer(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[01]", sass)]
+    for_scores = next(at for at in waits if sass[at:].startswith("WARPGROUP.DEPBAR.LE gsb0, 0x1"))
+    between = sass[for_scores : waits[waits.index(for_scores) + 1]]
+    assert between.count("MUFU.EX2") >= config.block_n // 2 and between.count("HGMMA") == 0
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.usefixtures("hopper")
+def test_splits_are_combined_without_spills(n):
+    made = kernel._combination(torch.bfloat16, n).compile("sm_90")
+    assert made.spills == 0 and made.registers <= 128
+
+
+# What is handed to the driver, without one.
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    made, maps = [], []
+    kernel._maps.cache_clear()
+    monkeypatch.setattr(cuda_glue.Kernel, "launch", lambda self, *given: made.append((self, given)))
+    monkeypatch.setattr(cuda_glue.Kernel, "resident", lambda self: 132)
+    monkeypatch.setattr(tensor_maps, "_made", lambda *how: maps.append(how) or len(maps))
+    yield made, maps
+    kernel._maps.cache_clear()
+
+
+def launched(config, **more):
+    args = attention_chunked.complete((), inputs(**PLAIN | {"device": "cpu"} | more))
+    all_specs = attention_chunked.specs(args)
+    (out,) = (spec.empty() for spec in attention_chunked.outputs(*all_specs))
+    kept = [spec.empty() for spec in kernel.workspace(*all_specs, config=config)]
+    kernel.run((out,), args, config, *kept)
+    return args, out, kept
+
+
+def test_launches_as_planned(launches):
+    config = Config(128, 6, 2)
+    (q, k, v, cu, lengths, table, *_), out, (parts, stats) = launched(config, **SMALL, layout="padded")
+    ((one, (grid, *values)), (two, (rows, *rest))), maps = launches
+    assert (one.threads, one.shared, one.cluster, one.early) == (
+        384,
+        hopper_attention.Config(128, 128, 6).shared(128),
+        1,
+        True,
+    )
+    assert "128, 128, 6, 1>" in one.name and grid == 3 * 2 * 2 * 2  # sequences, splits, heads, tiles of 160 rows
+    addresses, sizes, steps, boxes, _ = zip(*maps)
+    assert addresses == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and boxes == ((4, 1, 32), (64,), (64,))
+    assert sizes == ((128, 4, 2, 45), (128, 64, 2, 36), (128, 64, 2, 36))
+    assert steps == ((128, 512, 1280), (384, 128, 24576), (384, 128, 24576))
+    pointers = [x.data_ptr() for x in (table, cu, lengths, out, parts, stats)]
+    assert values[:10] == [1, 2, 3, *pointers, 11]
+    assert values[10:] == [3, 45, 2, 4, 2, 2, 2, 64, 704, 2**29, pytest.approx(128**-0.5)]
+    assert (two.threads, two.early, rows) == (128, True, 90) and "combine_splits<__nv_bfloat16, 128>" in two.name
+    assert rest == [parts.data_ptr(), stats.data_ptr(), out.data_ptr(), 360, 2]
+
+
+def test_launches_a_single_split_alone_and_parts_of_large_pages(launches):
+    more = {"keys": 100, "window": 40, "scale": -0.5, "block_size": 256, "heads": 1}
+    _, _, kept = launched(Config(176, 4, share=2), **more)
+    ((one, (grid, *values)),), maps = launches
+    assert not kept and (one.cluster, grid) == (2, 2)  # one tile of 256 rows, for two blocks
+    assert [how[3] for how in maps] == [(1, 1, 128), (8,), (8,)]
+    assert values[7:9] == [0, 0] and values[10:] == [1, 256, 1, 1, 1, 1, 1, 256, 256, 39, -0.5]
+
+
+def test_persistent_blocks_are_as_many_as_run_at_once(launches):
+    launched(Config(128, 6), m=512, heads=64)
+    launched(Config(128, 6, persistent=False), m=512, heads=64)
+    assert [given[0] for _, given in launches[0]] == [132, 256]
+
+
+def test_where_there_are_no_pages_nothing_is_launched(launches):
+    args = list(attention_chunked.complete((), inputs(**PLAIN | {"device": "cpu"})))
+    args[5] = args[5][:, :0]
+    out = torch.full_like(args[0], torch.nan)
+    kernel.run((out,), args, Config(128, 6))
+    assert not launches[0] and not out.any()
+
+
+# On a card.
+
+
+def on_card(one, config=None):
+    where = place(attention_chunked, "cuda.hopper")
+    if where.device is None or device.arch(where.device) != "sm_90":
+        pytest.skip("needs a Hopper GPU")
+    assert check(attention_chunked, "cuda.hopper", one, where.device, config=config).refused is None
+
+
+@pytest.mark.parametrize("page", [16, 64, 256])
+@pytest.mark.parametrize("n", SIZES)
+def test_every_size_is_right(n, page):
+    on_card(case(**PLAIN | SMALL | {"n": n, "block_size": page}))
+
+
+@pytest.mark.parametrize("keys", [128, 160, 176])
+@pytest.mark.parametrize(
+    "form", [{}, {"splits": 8}, {"share": 2, "splits": 3}, {"persistent": False}, {"stages": 2}], ids=str
+)
+@pytest.mark.parametrize("page", [16, 64, 256])
+def test_every_form_is_right(keys, form, page):
+    config = replace(Config(keys, 4), **form)
+    on_card(
+        case(**PLAIN | {"m": 700, "keys": 3000, "chunks": "650+50", "lengths": "2900+777", "block_size": page}), config
+    )
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize(
+    "more", [{"window": 100}, {"scale": -0.1}, {"scale": 300.0}, {"lengths": "20+0+3"}, {"heads": 64}]
+)
+def test_windows_scales_and_queries_that_see_nothing_are_right(more, splits):
+    on_card(case(**PLAIN | SMALL | more), Config(128, 6, splits))
+
+
+def test_a_sequence_gives_the_same_bits_in_any_batch():
+    where = place(attention_chunked, "cuda.hopper")
+    if where.device is None or device.arch(where.device) != "sm_90":
+        pytest.skip("needs a Hopper GPU")
+    q, k, v, cu, lengths, table, *_ = attention_chunked.complete((), inputs(**PLAIN | SMALL))
+    how = {"backend": "cuda.hopper", "config": Config(128, 6, 4)}
+    together = attention_chunked(q, k, v, cu, lengths, table, **how)
+    for b, (start, end) in enumerate(((0, 40), (40, 40), (40, 45))):
+        if end > start:
+            cut = torch.tensor([0, end - start], dtype=torch.int32, device=q.device)
+            alone = attention_chunked(q[start:end], k, v, cut, lengths[b : b + 1], table[b : b + 1], **how)
+            assert torch.equal(alone, together[start:end])
