@@ -28,17 +28,14 @@ _FAR = 2**29  # tokens: more than a query sees
 _PATTERN, _BARRIERS, _RESERVED = 1024, 16, 1024  # bytes to align tiles, for a slot, that the driver takes of a block
 _TODO = 96  # bytes that say which tile is being done, and which is next
 _MOST_STAGES = 8
-_MANY = 1024  # queries, from which on blocks share keys: fewer may be an odd number of tiles
 
-# Queries and keys of a tile by the width of a head, what is likely best first: for those that see all keys, then for
-# those that do not. Larger ones do not fit the registers.
+# Queries and keys of a tile by the width of a head, what is likely best first. Larger ones do not fit the registers.
 _TILES = {
     64: ((192, 112), (128, 128), (128, 192)),
-    128: ((128, 176), (128, 128)),
+    128: ((128, 128), (128, 176)),
     192: ((128, 112), (128, 96)),
     256: ((128, 80), (128, 64)),
 }
-_CAUSAL = {128: (128, 128)}
 
 
 @dataclass(frozen=True)
@@ -114,13 +111,10 @@ def _config(p: Problem, tile: tuple[int, int], share: int, persistent: bool) -> 
 def _default(p: Problem) -> Config:
     """Packed sequences differ in length: their tiles go to whichever processor is free.
 
-    Blocks that share keys all see what one of them sees: not where queries see different ones.
+    Blocks that share keys read half as much of the L2, which has more to give; they are as fast at best.
     """
-    width, partly = columns(p.size), p.causal or p.window > 0
-    found = [tile for tile in _TILES[width] if tile[0] == 128 or p.queries > 128]
-    tile = _CAUSAL.get(width, found[0]) if partly else found[0]
-    share = 2 if not partly and p.cu_q is None and width > 64 and p.queries > _MANY else 1
-    return _config(p, tile, share, persistent=p.cu_q is None)
+    tile = next(tile for tile in _TILES[columns(p.size)] if tile[0] == 128 or p.queries > 128)
+    return _config(p, tile, 1, persistent=p.cu_q is None)
 
 
 def _configs(p: Problem) -> list[Config]:
