@@ -18,7 +18,7 @@ from tilery.parts.triton_attention import LOG2E, finish
 from tilery.parts.triton_fp8 import widen
 from tilery.spec import TensorSpec
 
-_COMBINED = 2048  # values that a program of `_combine` holds: with 8 a thread, all are asked for at once
+_COMBINED = 1024  # values that a program of `_combine` holds: with 8 a thread, all are asked for at once
 
 
 def dependent(where: torch.device) -> bool:

@@ -172,7 +172,7 @@ _BENCH: dict[str, Any] = {"n": 128, "dtype": "bf16", "block_size": 64, "scattere
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED, runtime=("scale",),
-    kernels=("numba", "triton", "cuda.hopper"), model_sizes=paged.model_sizes,
+    kernels=("numba", "cuda.hopper", "triton"), model_sizes=paged.model_sizes,
     baselines=baselines(torch=_sdpa, cudnn=_cudnn, flash=_flash),
     cases={
         "test": [_hopper(one) for one in _cases()],

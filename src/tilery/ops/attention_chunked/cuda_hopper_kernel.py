@@ -20,7 +20,7 @@ __all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refu
 _SOURCE = Path(__file__).parent / "hopper.cu"
 _ROWS = 128  # of a tile: query tokens times the heads that share keys
 # Of a block by the columns of a head, what is likely best first; more do not fit the registers.
-_KEYS = {64: (128, 192), 128: (128, 176, 160), 192: (112, 96), 256: (80, 64)}
+_KEYS = {64: (128, 192), 128: (160, 128, 176), 192: (112, 96), 256: (80, 64)}
 _KEPT = 4096  # launches' maps: a model has one or two for each of its layers
 _FAR = 2**29  # more than a query sees, or than is numbered
 _MOST_SPLITS = 32  # a lane of a warp has one
