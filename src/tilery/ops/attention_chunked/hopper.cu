@@ -76,8 +76,7 @@ __global__ void __launch_bounds__(384) chunked_attention(
                 if (t < all && tile.first >= tile.rows) continue;
                 const Bounds blocks = tile.seen.blocks;
                 const int* const pages = table + tile.sequence * table_row;
-                // The page of this lane's rows. There is none before the first block; behind the last key is -1, where TMA
-                // finds zeros: entries behind it are not read.
+                // The page of this lane's rows, or -1, where TMA finds zeros: entries behind the last key are not read.
                 const auto page_of = [&](int block) {
                     const int key = block * BN + row;
                     return block >= blocks.begin && key < tile.keys ? pages[key / page] : -1;
@@ -136,9 +135,9 @@ __global__ void __launch_bounds__(384) chunked_attention(
             q.wait();
             const Tile& tile = todo[q.phase];
             if (tile.rows == 0) break;
-            const int row = tile.first + own, places[2] = {tile.place + row / group, tile.place + (row + 8) / group};
+            const int row = tile.first + own, place = tile.place + row / group, next = tile.place + (row + 8) / group;
             Rows rows;
-            Walk::run(ring, q, {tile.seen, {places[0], places[1]}, tile.keys, left, 0, true}, scale, rows, sums);
+            Walk::run(ring, q, {tile.seen, {place, next}, tile.keys, left, 0, true}, scale, rows, sums);
             if (parts) rows.add_totals();
             else rows.finish(sums);
             const i64 all_rows = i64{tokens} * kv_heads * group;
