@@ -1,5 +1,6 @@
 """Every op, kernel and case. A kernel that cannot run here is compiled, for architectures that it claims."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -130,8 +131,16 @@ def test_every_config_is_right(op, kernel):
     specs = specs_for(op, small, str(where.device))
     configs = op.kernel(kernel).configs(*specs)
     assert configs and op.kernel(kernel).default(*specs)
-    for config in configs:
+    for config in interpreted_apart(configs) if where.interpreted else configs:
         assert check(op, kernel, small, where.device, config=config).refused is None, config
+
+
+def interpreted_apart(configs):
+    """Of those that differ in warps and stages alone, which the interpreter does not have, one."""
+    return {
+        str([pair for pair in dataclasses.asdict(config).items() if pair[0] not in ("num_warps", "num_stages")]): config
+        for config in configs
+    }.values()
 
 
 @pytest.mark.parametrize(("op", "kernel"), KERNELS)
