@@ -20,7 +20,7 @@ if why := backends.missing("cuda"):
 from tilery.backends import cubin, cuda_glue, tensor_maps
 from tilery.ops.attention_chunked import cuda_hopper_kernel as kernel
 from tilery.ops.attention_chunked.cuda_hopper_kernel import Config
-from tilery.parts import hopper_attention
+from tilery.parts import hopper_attention, hopper_paged_attention
 
 PLAIN = {"m": 256, "keys": 4096, "heads": 8, "kv_heads": 1, "n": 128, "dtype": "bf16", "block_size": 64}
 SMALL = {"m": 45, "keys": 700, "chunks": "40+0+5", "lengths": "700+77+131", "kv_heads": 2}
@@ -67,12 +67,12 @@ def test_more_than_it_can_number_is_refused():
 @pytest.mark.parametrize(
     ("config", "more", "said"),
     [
-        (Config(144, 4), {}, "block_n of heads of 128 must be 160 or 128 or 176, got 144"),
-        (Config(128, 4), {"n": 256}, "block_n of heads of 256 must be 80 or 64, got 128"),
+        (Config(144, 4), {}, "block_n of heads of 128 in tiles of 128 rows must be 160 or 128 or 176, got 144"),
+        (Config(128, 4), {"n": 256}, "heads of 256 in tiles of 128 rows must be 80 or 64, got 128"),
         (Config(128, 7), {}, "stages must be 2 to 6 for shared memory to hold them, got 7"),
-        (Config(128, 6, 33), {}, "splits must be 1 to 32 and share 1 or 2, got 33 and 1"),
-        (Config(128, 6, 0), {}, "got 0 and 1"),
-        (Config(128, 6, 8, share=3), {}, "got 8 and 3"),
+        (Config(128, 6, 33), {}, "splits must be 1 to 32, share 1 or 2 and least 1 or more, got 33, 1 and 1"),
+        (Config(128, 6, 0), {}, "got 0, 1 and 1"),
+        (Config(128, 6, 8, share=3), {}, "got 8, 3 and 1"),
         (Config(176, 4, 7, share=2), {}, None),
     ],
 )
@@ -160,7 +160,7 @@ def test_every_form_builds_and_makes_weights_while_it_multiplies(config, n, dtyp
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.usefixtures("hopper")
 def test_splits_are_combined_without_spills(n):
-    made = kernel._combination(torch.bfloat16, n).compile("sm_90")
+    made = hopper_paged_attention.combination(torch.bfloat16, n).compile("sm_90")
     assert made.spills == 0 and made.registers <= 128
 
 
@@ -170,12 +170,12 @@ def test_splits_are_combined_without_spills(n):
 @pytest.fixture
 def launches(monkeypatch):
     made, maps = [], []
-    kernel._maps.cache_clear()
+    hopper_paged_attention.maps.cache_clear()
     monkeypatch.setattr(cuda_glue.Kernel, "launch", lambda self, *given: made.append((self, given)))
     monkeypatch.setattr(cuda_glue.Kernel, "resident", lambda self: 132)
     monkeypatch.setattr(tensor_maps, "_made", lambda *how: maps.append(how) or len(maps))
     yield made, maps
-    kernel._maps.cache_clear()
+    hopper_paged_attention.maps.cache_clear()
 
 
 def launched(config, **more):
@@ -197,14 +197,16 @@ def test_launches_as_planned(launches):
         1,
         True,
     )
-    assert "128, 128, 6, 1>" in one.name and grid == 3 * 2 * 2 * 2  # sequences, splits, heads, tiles of 160 rows
+    assert (
+        "paged_attention<__nv_bfloat16, 128, 128, 2, 6, 1>" in one.name and grid == 3 * 2 * 2 * 2
+    )  # sequences, splits, heads, tiles of 160 rows
     addresses, sizes, steps, boxes, _ = zip(*maps)
     assert addresses == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and boxes == ((4, 1, 32), (64,), (64,))
     assert sizes == ((128, 4, 2, 45), (128, 64, 2, 36), (128, 64, 2, 36))
     assert steps == ((128, 512, 1280), (384, 128, 24576), (384, 128, 24576))
     pointers = [x.data_ptr() for x in (table, cu, lengths, out, parts, stats)]
     assert values[:10] == [1, 2, 3, *pointers, 11]
-    assert values[10:] == [3, 45, 2, 4, 2, 2, 2, 64, 704, 2**29, pytest.approx(128**-0.5)]
+    assert values[10:] == [3, 45, 2, 4, 2, 2, 2, 1, 128, 64, 704, 2**29, pytest.approx(128**-0.5)]
     assert (two.threads, two.early, rows) == (128, True, 90) and "combine_splits<__nv_bfloat16, 128>" in two.name
     assert rest == [parts.data_ptr(), stats.data_ptr(), out.data_ptr(), 360, 2]
 
@@ -215,7 +217,7 @@ def test_launches_a_single_split_alone_and_parts_of_large_pages(launches):
     ((one, (grid, *values)),), maps = launches
     assert not kept and (one.cluster, grid) == (2, 2)  # one tile of 256 rows, for two blocks
     assert [how[3] for how in maps] == [(1, 1, 128), (8,), (8,)]
-    assert values[7:9] == [0, 0] and values[10:] == [1, 256, 1, 1, 1, 1, 1, 256, 256, 39, -0.5]
+    assert values[7:9] == [0, 0] and values[10:] == [1, 256, 1, 1, 1, 1, 1, 1, 128, 256, 256, 39, -0.5]
 
 
 def test_persistent_blocks_are_as_many_as_run_at_once(launches):

@@ -157,6 +157,14 @@ struct Turn {
     }
 };
 
+template <>
+struct Turn<1> {  // it is always its own
+    static __device__ void sync(int) {}
+    static __device__ void pass(int) {}
+    static __device__ void begin(int) {}
+    static __device__ void end(int) {}
+};
+
 // What a walk must know of its tile: places of a thread's two rows, and the keys there are. `clear`: there may be others behind.
 struct Sight {
     Seen seen;
@@ -178,7 +186,7 @@ struct Walk {
     static __device__ __forceinline__ void run(Ring& ring, Queries& q, const Sight& sight, float scale, Rows& rows,
                                                float (&sums)[WIDE / 2]) {
         const float factor = scale == 0.0f ? 1e-30f : fabsf(scale) * LOG2E, sign = scale < 0.0f ? -1.0f : 1.0f;
-        const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0), quad = threadIdx.x % 4;
+        const int warpgroup = WARPGROUPS == 1 ? 0 : __shfl_sync(0xffffffff, threadIdx.x / 128, 0), quad = threadIdx.x % 4;
         const Bounds blocks = sight.seen.blocks, plain = sight.seen.plain;
         float scores[BN / 2];
         unsigned weights[BN / 16][4];

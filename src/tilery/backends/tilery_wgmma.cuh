@@ -165,7 +165,7 @@ __device__ inline void load_box_for(unsigned blocks, Arrival& arrival, void* to,
                  "r"(shared_address(&arrival.state)), "r"(column), "r"(row), "r"(third), "r"(fourth),
                  "h"(static_cast<unsigned short>(blocks)) : "memory");
 }
-// load_tile, of what nobody asks for again: it is the first to leave the L2.
+// The same of what nobody asks for again: it is the first to leave the L2.
 __device__ inline u64 once() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -176,8 +176,14 @@ __device__ inline void load_tile_once(u64 policy, Arrival& arrival, void* to, co
                  "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)), "l"(&map),
                  "r"(shared_address(&arrival.state)), "r"(k), "r"(row), "l"(policy) : "memory");
 }
+__device__ inline void load_box_once(u64 policy, Arrival& arrival, void* to, const TensorMap& map, int column, int row, int third,
+                                     int fourth) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(to)), "l"(&map),
+                 "r"(shared_address(&arrival.state)), "r"(column), "r"(row), "r"(third), "r"(fourth), "l"(policy) : "memory");
+}
 
-// The same into every block of the cluster that `blocks` has a bit for, where `to` and `arrival` have the same places.
+// load_tile into every block of the cluster that `blocks` has a bit for, where `to` and `arrival` have the same places.
 __device__ inline void load_tile_for(unsigned blocks, Arrival& arrival, void* to, const TensorMap& map, int k, int row) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)), "l"(&map),

@@ -98,9 +98,9 @@ def _config_refusal(p: Problem, config: Config) -> str | None:
     return None
 
 
-def fitting(block_m: int, block_n: int, width: int) -> int:
-    """Stages that shared memory has room for."""
-    room = device.shared_limit("sm_90") - _RESERVED - Config(block_m, block_n, 0).shared(width)
+def fitting(block_m: int, block_n: int, width: int, blocks: int = 1) -> int:
+    """Stages that shared memory has room for, with so many blocks of threads on a processor."""
+    room = device.shared_limit("sm_90") // blocks - _RESERVED - Config(block_m, block_n, 0).shared(width)
     return min(room // (block_n * width * 2 + _BARRIERS), _MOST_STAGES)
 
 

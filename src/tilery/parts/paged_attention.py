@@ -9,7 +9,7 @@ from tilery import inputs as random
 from tilery.errors import require
 from tilery.parts import kv_cache
 from tilery.parts.attention import attend, pairs
-from tilery.spec import Cost, TensorSpec, dtype_name
+from tilery.spec import Case, Cost, TensorSpec, dtype_name
 
 SIZES = (16, 32, 64, 80, 96, 128, 192, 256)
 # Weights are rounded to the dtype of q before they meet the values; fp8 caches are read as what they hold.
@@ -200,3 +200,16 @@ def model_sizes(model: Any) -> list[dict[str, int]]:
     from tilery.parts import heads
 
     return [] if model.kv_lora_rank else heads.model_sizes(model)
+
+
+def for_hopper(one: Case) -> Case:
+    """The case, with what TMA and wgmma do not take of it."""
+    if one.params["dtype"] not in ("fp16", "bf16"):
+        words = "fp16 and bf16 alone"
+    elif any(one.params.get(name) for name in ("sinks", "softcap", "format")):
+        words = "no more than a window"
+    elif one.params.get("layout") == "misaligned":
+        words = "16 bytes"
+    else:
+        return one
+    return Case(one.params, one.refused_by | {"cuda.hopper": words})

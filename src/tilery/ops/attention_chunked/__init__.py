@@ -123,19 +123,6 @@ def _flash(q: Tensor, *args: Any) -> Tensor:
     return out
 
 
-def _hopper(one: Case) -> Case:
-    """The case, with what TMA and wgmma do not take of it."""
-    if one.params["dtype"] not in ("fp16", "bf16"):
-        words = "fp16 and bf16 alone"
-    elif any(one.params.get(name) for name in ("sinks", "softcap", "format")):
-        words = "no more than a window"
-    elif one.params.get("layout") == "misaligned":
-        words = "16 bytes"
-    else:
-        return one
-    return Case(one.params, one.refused_by | {"cuda.hopper": words})
-
-
 def _cases() -> list[Case]:
     return [
         case(m=40, keys=70, chunks="33+7", lengths="70+33", n=32, dtype="fp32"),
@@ -175,7 +162,7 @@ _BENCH: dict[str, Any] = {"n": 128, "dtype": "bf16", "block_size": 64, "scattere
     kernels=("numba", "cuda.hopper", "triton"), model_sizes=paged.model_sizes,
     baselines=baselines(torch=_sdpa, cudnn=_cudnn, flash=_flash),
     cases={
-        "test": [_hopper(one) for one in _cases()],
+        "test": [paged.for_hopper(one) for one in _cases()],
         "bench": [
             *(case(m=m, keys=32768, heads=8, kv_heads=1, **_BENCH) for m in (256, 512)),
             *(case(m=m, keys=8192, heads=32, kv_heads=8, **_BENCH) for m in (256, 512, 2048)),

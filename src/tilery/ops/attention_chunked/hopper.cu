@@ -1,13 +1,14 @@
-// Attention of chunks to a paged cache: as ops/attention/hopper.cu, but rows of a tile are queries times the heads that share
-// keys, TMA brings keys and values page by page, and a sequence's keys may be cut among blocks (splits), combined afterwards.
+// Attention of chunks, or of a few queries each, to a cache: as ops/attention/hopper.cu, but rows of a tile are queries times the
+// heads that share keys, TMA brings keys and values page by page, and a sequence's keys may be cut among blocks (splits),
+// combined afterwards.
 #include "tilery_attention.cuh"
 
 // What is asked, the same for all blocks.
 struct Problem {
-    const int *starts, *lengths;  // first queries of sequences, and their keys
-    int sequences, tokens, kv_heads, group;  // group: heads that share keys, a power of two
+    const int *starts, *lengths;  // first queries of sequences, or none where all have as many; and their keys
+    int sequences, tokens, kv_heads, group;  // group: heads that share keys; a tile has all of a query's
     int tiles, splits;  // tiles of a sequence of the most queries
-    int cuts;  // a sequence's keys are cut in so many: never fewer than the splits, of which the others have no key
+    int cuts, least;  // a sequence's keys are cut in so many, never fewer than the splits, or parts of so many blocks
     int bound, left;  // the most keys of a sequence; how far to the left of its place a query sees
 };
 
@@ -21,7 +22,8 @@ struct __align__(16) Tile {
     template <int BM, int BN>
     static __device__ Tile of(int t, const Problem& p) {
         const int column = t / p.tiles, b = column / (p.kv_heads * p.splits), split = column / p.kv_heads % p.splits;
-        const Bounds q = bounds_of(p.starts, b, p.sequences, p.tokens);
+        const int each = p.tokens / p.sequences;
+        const Bounds q = p.starts ? bounds_of(p.starts, b, p.sequences, p.tokens) : Bounds{b * each, (b + 1) * each};
         const int count = q.end - q.begin, keys = min(max(p.lengths[b], 0), p.bound), place = keys - count;
         Tile tile{b, split, column % p.kv_heads, (p.tiles - 1 - t % p.tiles) * BM, q.begin, count * p.group, place, keys,
                   {{0, 0}, {0, 0}}};
@@ -29,7 +31,7 @@ struct __align__(16) Tile {
         const int last = min(place + (tile.first + BM - 1) / p.group, keys - 1);
         tile.seen = Seen::of<BN>(place + tile.first / p.group, last, keys, p.left, 0);
         const int skipped = min(max(place - p.left, 0), keys) / BN;  // blocks that no query sees
-        const int part = ((keys - skipped * BN + p.cuts - 1) / p.cuts + BN - 1) / BN, from = skipped + split * part;
+        const int part = max(((keys - skipped * BN + p.cuts - 1) / p.cuts + BN - 1) / BN, p.least), from = skipped + split * part;
         Bounds& blocks = tile.seen.blocks;
         blocks = {max(blocks.begin, from), min(blocks.end, from + part)};
         if (blocks.begin >= blocks.end) blocks = {0, 0};
@@ -39,13 +41,16 @@ struct __align__(16) Tile {
 
 // Blocks go from tile to tile. SHARE blocks of a cluster have neighbouring tiles of one kv head, see the keys that any of them
 // sees, and fetch a part of each block of keys and values for all. `table` has the pages of a sequence in a row, 16 tokens or
-// more in each, a power of two. Without parts, out is written; else (top, total) and sums of each split.
-template <typename T, int D, int BN, int SLOTS, int SHARE>
-__global__ void __launch_bounds__(384) chunked_attention(
+// more in each, a power of two; without one, page b is all of sequence b. Of a tile's queries so many rows are fetched.
+// Without parts, out is written; else (top, total) and sums of each split.
+template <typename T, int D, int BN, int WARPGROUPS, int SLOTS, int SHARE>
+__global__ void __launch_bounds__(WARPGROUPS * 128 + 128, WARPGROUPS == 1 ? 2 : 1) paged_attention(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
     const int* table, const int* starts, const int* lengths, T* out, float* parts, float* stats, i64 table_row, int sequences,
-    int tokens, int kv_heads, int group, int tiles, int splits, int cuts, int page, int bound, int left, float scale) {
-    constexpr int WARPGROUPS = 2, PART = BN / SHARE;
+    int tokens, int kv_heads, int group, int tiles, int splits, int cuts, int least, int fetched, int page, int bound, int left,
+    float scale) {
+    constexpr int PART = BN / SHARE, THREADS = WARPGROUPS * 128 + 128;
+    constexpr int FEW = 40, MANY = WARPGROUPS == 1 ? 216 : 232;  // registers: of two blocks, or of one, a processor has all
     using Walk = ::Walk<T, D, BN, WARPGROUPS>;
     constexpr int CHUNKS = Walk::CHUNKS, COLUMNS = Walk::COLUMNS, BM = Walk::BM, Q_BYTES = Walk::Q_BYTES;
     constexpr int MOST = PART & -PART, LEAST = MOST < 16 ? MOST : 16;  // rows of a box: those of a page if it can be
@@ -59,27 +64,32 @@ __global__ void __launch_bounds__(384) chunked_attention(
         ring.init(WARPGROUPS * 4), q.init(WARPGROUPS * 4);
         prefetch_map(q_map), prefetch_map(k_map), prefetch_map(v_map);
     }
+    if (fetched < BM) {  // the other rows stay zeros
+        for (int i = threadIdx.x; i < Q_BYTES / 16; i += THREADS) reinterpret_cast<uint4*>(q.tile())[i] = uint4{0, 0, 0, 0};
+        tile_written();
+    }
     if constexpr (SHARE > 1) Cluster<SHARE>::meet();
     else __syncthreads();
     take_over();
-    const Problem p{starts, lengths, sequences, tokens, kv_heads, group, tiles, splits, cuts, bound, left};
+    const Problem p{starts, lengths, sequences, tokens, kv_heads, group, tiles, splits, cuts, least, bound, left};
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x % 32;
     const int all = sequences * splits * kv_heads * tiles, grid = gridDim.x / SHARE;
     const int rank = Cluster<SHARE>::rank(), start = blockIdx.x / SHARE;
     if (warpgroup == WARPGROUPS) {
-        give_registers<40>();
-        if (warp == WARPGROUPS * 4) {
+        give_registers<FEW>();
+        if (warp == WARPGROUPS * 4) {  // goes on into the next tiles as long as the ring has room
+            const u64 policy = WARPGROUPS == 1 ? once() : 0;
             const int height = min(page, MOST), boxes = PART / height * CHUNKS;  // of a box; of this block
             const int column = lane % CHUNKS, row = rank * PART + lane / CHUNKS * height;  // of this lane's box, in a tile
-            for (int t = start;; t += grid) {
-                const Tile tile = t < all ? Tile::of<BM * SHARE, BN>(t, p) : Tile{};
-                if (t < all && tile.first >= tile.rows) continue;
+            for (int t = start; t < all; t += grid) {
+                const Tile tile = Tile::of<BM * SHARE, BN>(t, p);
+                if (tile.first >= tile.rows) continue;
                 const Bounds blocks = tile.seen.blocks;
                 const int* const pages = table + tile.sequence * table_row;
                 // The page of this lane's rows, or -1, where TMA finds zeros: entries behind the last key are not read.
                 const auto page_of = [&](int block) {
                     const int key = block * BN + row;
-                    return block >= blocks.begin && key < tile.keys ? pages[key / page] : -1;
+                    return block < blocks.begin || key >= tile.keys ? -1 : table ? pages[key / page] : tile.sequence;
                 };
                 const auto load = [&](const TensorMap& map, int block, int number) {
                     ring.wait_until_free();
@@ -89,45 +99,46 @@ __global__ void __launch_bounds__(384) chunked_attention(
                     unsigned char* const to = ring.tile() + (column * BN + row) * SPAN;
                     const int inside = (block * BN + row) & (page - 1);
                     if (lane < boxes) {
-                        if constexpr (SHARE == 1)
-                            load_box(arrival, to, map, column * COLUMNS, inside, tile.kv_head, number);
-                        else
+                        if constexpr (SHARE > 1)
                             load_box_for((1 << SHARE) - 1, arrival, to, map, column * COLUMNS, inside, tile.kv_head, number);
+                        else if constexpr (WARPGROUPS == 1)
+                            load_box_once(policy, arrival, to, map, column * COLUMNS, inside, tile.kv_head, number);
+                        else
+                            load_box(arrival, to, map, column * COLUMNS, inside, tile.kv_head, number);
                     }
                     ring.next();
                 };
-                const auto begin = [&] {
-                    if (lane == 0) {
-                        q.wait_until_free();
-                        todo[q.phase] = tile;
-                        if (blocks.begin == blocks.end) {
-                            q.full->arrive();
-                        } else {
-                            q.full->expect(Q_BYTES);
-                            const int token = tile.token + (tile.first + rank * BM) / group;
-#pragma unroll
-                            for (int c = 0; c < CHUNKS; ++c)
-                                load_box(*q.full, q.tile() + c * BM * SPAN, q_map, c * COLUMNS, 0, tile.kv_head, token);
-                        }
-                    }
-                    q.next();
-                };
-                if (blocks.begin == blocks.end) begin();
-                if (t >= all) break;
                 int number = 0, ahead = page_of(blocks.end - 1);  // looked up a block before it is fetched
 #pragma unroll 1
                 for (int b = blocks.end - 1; b >= blocks.begin; --b) {
                     const int before = number;
                     number = ahead, ahead = page_of(b - 1);
                     load(k_map, b, number);
-                    if (b == blocks.end - 1) begin();
-                    else load(v_map, b + 1, before);
+                    if (b < blocks.end - 1) load(v_map, b + 1, before);
                     if (b == blocks.begin) load(v_map, b, number);
                 }
             }
+        } else if (warp == WARPGROUPS * 4 + 1 && lane == 0) {
+            for (int t = start;; t += grid) {
+                const Tile tile = t < all ? Tile::of<BM * SHARE, BN>(t, p) : Tile{};
+                if (t < all && tile.first >= tile.rows) continue;
+                q.wait_until_free();
+                todo[q.phase] = tile;
+                if (tile.seen.blocks.begin == tile.seen.blocks.end) {
+                    q.full->arrive();
+                } else {
+                    q.full->expect(fetched * CHUNKS * SPAN);
+                    const int token = tile.token + (tile.first + rank * BM) / group;
+#pragma unroll
+                    for (int c = 0; c < CHUNKS; ++c)
+                        load_box(*q.full, q.tile() + c * BM * SPAN, q_map, c * COLUMNS, 0, tile.kv_head, token);
+                }
+                q.next();
+                if (t >= all) break;
+            }
         }
     } else {
-        take_registers<232>();
+        take_registers<MANY>();
         const int own = rank * BM + warp * 16 + lane / 4, quad = lane % 4;
         float sums[Walk::WIDE / 2];
         Turn<WARPGROUPS>::begin(warpgroup);
