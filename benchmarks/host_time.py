@@ -33,6 +33,17 @@ def least_us(function):
     return best
 
 
+def yardstick():
+    """µs of work of the same kind, always the same: how slow this machine is at the moment, clock, caches and all."""
+    x = torch.empty(4, 4)
+
+    def work():
+        sizes = {name: tuple(x.shape) for name in ("a", "b", "c", "d")}
+        return [torch.empty(size, dtype=x.dtype, device=x.device) for size in sizes.values()]
+
+    return least_us(work)
+
+
 def smallest(op):
     """The smallest of the op's fp32 cases that launches anything and lies in memory as most do."""
     usual = [c for c in op.cases["test"] if set(c.params).isdisjoint(ODD)]

@@ -13,14 +13,19 @@ ALLOWED_US = {
     "attention_backward": 6.5,
     "attention_chunked": 5.5,
 }  # many tensors: three gradients; a cache and its table
+QUIET_US = 7.5  # of the yardstick, where and when these bounds were set
 
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_a_call_costs_little_over_the_launch(name):
+    """Where a neighbour takes caches and clock, all work is slower, the yardstick's too."""
     least, most = float("inf"), ALLOWED_US.get(name, 5)
     for _ in range(20):  # others may have had the core, for seconds: the least of some tries is the call's own
-        least = min(least, BENCHMARK["host_times"](REGISTRY[name])[-1])
+        before = BENCHMARK["yardstick"]()
+        over = BENCHMARK["host_times"](REGISTRY[name])[-1]
+        slower = max(min(before, BENCHMARK["yardstick"]()) / QUIET_US, 1.0)
+        least = min(least, over / slower)
         if least < most:
             return
         time.sleep(0.3)
-    pytest.fail(f"{name} costs {least:.2f} µs over its launch, allowed {most:.1f}")
+    pytest.fail(f"{name} costs {least:.2f} µs over its launch on a quiet machine, allowed {most:.1f}")
