@@ -7,9 +7,8 @@ import tilery
 from tilery import backends, device, dispatch
 from tilery.errors import BadInput, NoBackward
 from tilery.op import REGISTRY
-from tilery.parts.attention import ALLOWED
 from tilery.spec import case
-from tilery.workbench.check import check, error
+from tilery.workbench.check import check
 from tilery.workbench.compile import specs_for
 from tilery.workbench.place import place
 
@@ -114,7 +113,7 @@ def test_decode_is_prefill_in_the_latent(kernel):
     args = [x if x is None else x.to(where) for x in (absorbed, q_rope, cache, lengths, None)]
     out, _ = launched(mla_decode, kernel, (*args, 0.2))
     found = torch.einsum("bqhl,hnl->bqhn", out.cpu(), up_v)
-    assert error(found, want) <= ALLOWED[torch.float32]
+    assert torch.allclose(found, want, atol=1e-5)
 
 
 def test_lengths_beyond_the_bound_read_nothing_beyond_it():
@@ -189,7 +188,7 @@ def test_packed_sequences_are_what_each_is_alone(kernel):
     for first, last in ((0, 70), (70, 79)):
         each = tuple(x[None, first:last] for x in args[:5])
         (found,) = launched(mla, kernel, (*each, None, None, args[7], True, "bshd", 0, 0))
-        assert error(out[first:last], found[0]) <= ALLOWED[torch.float32]
+        assert torch.allclose(out[first:last], found[0], atol=1e-6)
     assert (out[79:] == 0).all()  # tokens of no sequence
 
 
@@ -214,7 +213,7 @@ def test_the_turned_key_is_one_for_all_heads(kernel):
     mask = torch.ones(20, 30, dtype=torch.bool, device=where).tril(10)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
     (out,) = launched(mla, kernel, args)
-    assert error(out, want) <= ALLOWED[torch.float32]
+    assert torch.allclose(out.double(), want, atol=1e-6)
 
 
 def test_prefill_spills_no_registers(compiler):
