@@ -1,23 +1,21 @@
 """attention_chunked by TMA and wgmma: what it refuses and chooses, what the driver gets, that every form builds."""
 
-import re
 from dataclasses import replace
 
 import pytest
 import torch
+from hopper_checks import card, on_card, weights_are_made_while_it_multiplies
 
 from tilery import backends, device
 from tilery.ops import attention_chunked
 from tilery.ops.attention_chunked import inputs
 from tilery.spec import case
-from tilery.workbench.check import check
 from tilery.workbench.compile import specs_for
-from tilery.workbench.place import place
 
 if why := backends.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.backends import cubin, cuda_glue, tensor_maps
+from tilery.backends import cubin
 from tilery.ops.attention_chunked import cuda_hopper_kernel as kernel
 from tilery.ops.attention_chunked.cuda_hopper_kernel import Config
 from tilery.parts import hopper_attention, hopper_paged_attention
@@ -150,11 +148,7 @@ def test_every_form_builds_and_makes_weights_while_it_multiplies(config, n, dtyp
     sass = cubin.sass(made.cubin)
     assert f"HGMMA.64x{config.block_n}x16.F32" in sass and "UTMALDG.4D" in sass
     assert ("MULTICAST" in sass) == (config.share > 1)
-    # Between the wait for scores and the one for sums are all exponentials of a block.
-    waits = [m.start() for m in re.finditer(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[01]", sass)]
-    for_scores = next(at for at in waits if sass[at:].startswith("WARPGROUP.DEPBAR.LE gsb0, 0x1"))
-    between = sass[for_scores : waits[waits.index(for_scores) + 1]]
-    assert between.count("MUFU.EX2") >= config.block_n // 2 and between.count("HGMMA") == 0
+    assert weights_are_made_while_it_multiplies(sass, config.block_n)
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -165,17 +159,6 @@ def test_splits_are_combined_without_spills(n):
 
 
 # What is handed to the driver, without one.
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    made, maps = [], []
-    hopper_paged_attention.maps.cache_clear()
-    monkeypatch.setattr(cuda_glue.Kernel, "launch", lambda self, *given: made.append((self, given)))
-    monkeypatch.setattr(cuda_glue.Kernel, "resident", lambda self: 132)
-    monkeypatch.setattr(tensor_maps, "_made", lambda *how: maps.append(how) or len(maps))
-    yield made, maps
-    hopper_paged_attention.maps.cache_clear()
 
 
 def launched(config, **more):
@@ -237,17 +220,10 @@ def test_where_there_are_no_pages_nothing_is_launched(launches):
 # On a card.
 
 
-def on_card(one, config=None):
-    where = place(attention_chunked, "cuda.hopper")
-    if where.device is None or device.arch(where.device) != "sm_90":
-        pytest.skip("needs a Hopper GPU")
-    assert check(attention_chunked, "cuda.hopper", one, where.device, config=config).refused is None
-
-
 @pytest.mark.parametrize("page", [16, 64, 256])
 @pytest.mark.parametrize("n", SIZES)
 def test_every_size_is_right(n, page):
-    on_card(case(**PLAIN | SMALL | {"n": n, "block_size": page}))
+    on_card(attention_chunked, case(**PLAIN | SMALL | {"n": n, "block_size": page}))
 
 
 @pytest.mark.parametrize("keys", [128, 160, 176])
@@ -258,7 +234,9 @@ def test_every_size_is_right(n, page):
 def test_every_form_is_right(keys, form, page):
     config = replace(Config(keys, 4), **form)
     on_card(
-        case(**PLAIN | {"m": 700, "keys": 3000, "chunks": "650+50", "lengths": "2900+777", "block_size": page}), config
+        attention_chunked,
+        case(**PLAIN | {"m": 700, "keys": 3000, "chunks": "650+50", "lengths": "2900+777", "block_size": page}),
+        config,
     )
 
 
@@ -267,14 +245,12 @@ def test_every_form_is_right(keys, form, page):
     "more", [{"window": 100}, {"scale": -0.1}, {"scale": 300.0}, {"lengths": "20+0+3"}, {"heads": 64}]
 )
 def test_windows_scales_and_queries_that_see_nothing_are_right(more, splits):
-    on_card(case(**PLAIN | SMALL | more), Config(128, 6, splits))
+    on_card(attention_chunked, case(**PLAIN | SMALL | more), Config(128, 6, splits))
 
 
 def test_a_sequence_gives_the_same_bits_in_any_batch():
-    where = place(attention_chunked, "cuda.hopper")
-    if where.device is None or device.arch(where.device) != "sm_90":
-        pytest.skip("needs a Hopper GPU")
-    q, k, v, cu, lengths, table, *_ = attention_chunked.complete((), inputs(**PLAIN | SMALL))
+    drawn = inputs(**PLAIN | SMALL | {"device": str(card(attention_chunked))})
+    q, k, v, cu, lengths, table, *_ = attention_chunked.complete((), drawn)
     how = {"backend": "cuda.hopper", "config": Config(128, 6, 4)}
     together = attention_chunked(q, k, v, cu, lengths, table, **how)
     for b, (start, end) in enumerate(((0, 40), (40, 40), (40, 45))):

@@ -5,19 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hopper_checks import card, on_card, weights_are_made_while_it_multiplies
 
-from tilery import backends, device
+from tilery import backends
 from tilery.ops import attention_decode
 from tilery.ops.attention_decode import inputs
 from tilery.spec import case
-from tilery.workbench.check import check
 from tilery.workbench.compile import specs_for
-from tilery.workbench.place import place
 
 if why := backends.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.backends import cubin, cuda_glue, tensor_maps
+from tilery.backends import cubin
 from tilery.ops.attention_decode import cuda_hopper_kernel as kernel
 from tilery.ops.attention_decode.cuda_hopper_kernel import Config
 from tilery.parts import hopper_paged_attention
@@ -153,24 +152,10 @@ def test_two_blocks_fit_a_processor_and_weights_are_made_while_it_multiplies(con
     assert taken == [40, 216] and sum(taken) == 2 * made.registers
     assert f"HGMMA.64x{config.block_n}x16.F32" in sass and "UTMALDG.4D" in sass and "MULTICAST" not in sass
     assert "BAR.ARV" not in sass  # there are no turns to pass on
-    waits = [m.start() for m in re.finditer(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[01]", sass)]
-    for_scores = next(at for at in waits if sass[at:].startswith("WARPGROUP.DEPBAR.LE gsb0, 0x1"))
-    between = sass[for_scores : waits[waits.index(for_scores) + 1]]
-    assert between.count("MUFU.EX2") >= config.block_n // 2 and between.count("HGMMA") == 0
+    assert weights_are_made_while_it_multiplies(sass, config.block_n)
 
 
 # What is handed to the driver, without one.
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    made, maps = [], []
-    hopper_paged_attention.maps.cache_clear()
-    monkeypatch.setattr(cuda_glue.Kernel, "launch", lambda self, *given: made.append((self, given)))
-    monkeypatch.setattr(cuda_glue.Kernel, "resident", lambda self: 264)
-    monkeypatch.setattr(tensor_maps, "_made", lambda *how: maps.append(how) or len(maps))
-    yield made, maps
-    hopper_paged_attention.maps.cache_clear()
 
 
 def launched(config, **more):
@@ -225,29 +210,18 @@ def test_where_there_are_no_keys_nothing_is_launched(launches):
 # On a card.
 
 
-def card():
-    where = place(attention_decode, "cuda.hopper").device
-    if where is None or device.arch(where) != "sm_90":
-        pytest.skip("needs a Hopper GPU")
-    return where
-
-
-def on_card(one, config=None):
-    assert check(attention_decode, "cuda.hopper", one, card(), config=config).refused is None
-
-
 @pytest.mark.parametrize("page", [0, 16, 64, 256])
 @pytest.mark.parametrize("queries", [1, 5, 16])
 @pytest.mark.parametrize("n", SIZES)
 def test_every_size_is_right(n, queries, page):
-    on_card(case(**SMALL | {"n": n, "queries": queries, "block_size": page}))
+    on_card(attention_decode, case(**SMALL | {"n": n, "queries": queries, "block_size": page}))
 
 
 @pytest.mark.parametrize("splits", [1, 8, 32])
 @pytest.mark.parametrize("form", [{}, {"least": 1}, {"block_n": 32}, {"persistent": False}, {"stages": 2}], ids=str)
 @pytest.mark.parametrize("page", [0, 16])
 def test_every_form_is_right(splits, form, page):
-    on_card(case(**SMALL | {"queries": 2, "block_size": page}), replace(FEW, splits=splits, **form))
+    on_card(attention_decode, case(**SMALL | {"queries": 2, "block_size": page}), replace(FEW, splits=splits, **form))
 
 
 @pytest.mark.parametrize(
@@ -266,13 +240,19 @@ def test_every_form_is_right(splits, form, page):
     ids=str,
 )
 def test_windows_scales_groups_and_queries_that_see_nothing_are_right(more):
-    on_card(case(**SMALL | more))
+    on_card(attention_decode, case(**SMALL | more))
 
 
 @pytest.mark.parametrize("page", [0, 16, 64])
 @pytest.mark.parametrize("queries", [1, 4])
 def test_a_sequence_gives_the_same_bits_in_any_batch_and_table(queries, page):
-    params = SMALL | {"m": 16, "keys": 900, "queries": queries, "block_size": page, "device": str(card())}
+    params = SMALL | {
+        "m": 16,
+        "keys": 900,
+        "queries": queries,
+        "block_size": page,
+        "device": str(card(attention_decode)),
+    }
     args = inputs(**params | {"lengths": "900+1+0+131+64+17+149+3+65+128+90+50+2+777+77+31"})
     together = attention_decode(**args, backend="cuda.hopper")
     assert torch.equal(attention_decode(**args, backend="cuda.hopper"), together)

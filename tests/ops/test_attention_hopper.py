@@ -5,19 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hopper_checks import on_card, weights_are_made_while_it_multiplies
 
 from tilery import backends, device
 from tilery.ops import attention, attention_lse
 from tilery.parts.attention_cases import draw
 from tilery.spec import case
-from tilery.workbench.check import check
 from tilery.workbench.compile import specs_for
-from tilery.workbench.place import place
 
 if why := backends.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.backends import cubin, cuda_glue, tensor_maps
+from tilery.backends import cubin
 from tilery.ops.attention import cuda_hopper_kernel as kernel
 from tilery.parts import hopper_attention
 from tilery.parts.hopper_attention import Config
@@ -136,23 +135,10 @@ def test_every_form_builds_and_makes_weights_while_it_multiplies(config, n, dtyp
     assert f"HGMMA.64x{config.block_n}x16.F32" in sass and "UTMALDG.4D" in sass
     assert ("MULTICAST" in sass) == (config.share > 1)
     assert re.search(rf"HGMMA\.64x{width}x16\.F32\S* R\d+, R\d+, gdesc\[UR\d+\]\.tnspB", sass)  # weights from registers
-    # Between the wait for scores and the one for sums are all exponentials of a block.
-    waits = [m.start() for m in re.finditer(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[01]", sass)]
-    for_scores = next(at for at in waits if sass[at:].startswith("WARPGROUP.DEPBAR.LE gsb0, 0x1"))
-    between = sass[for_scores : waits[waits.index(for_scores) + 1]]
-    assert between.count("MUFU.EX2") >= config.block_n // 2 and between.count("HGMMA") == 0
+    assert weights_are_made_while_it_multiplies(sass, config.block_n)
 
 
 # What is handed to the driver, without one.
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    made, maps = [], []
-    monkeypatch.setattr(cuda_glue.Kernel, "launch", lambda self, *given: made.append((self, given)))
-    monkeypatch.setattr(cuda_glue.Kernel, "resident", lambda self: 132)
-    monkeypatch.setattr(tensor_maps, "_made", lambda *how: maps.append(how) or len(maps))
-    return made, maps
 
 
 def launched(op, launches, config, **more):
@@ -205,13 +191,6 @@ def test_where_there_are_no_keys_nothing_is_launched(launches):
 
 
 # On a card.
-
-
-def on_card(op, one, config=None):
-    where = place(op, "cuda.hopper")
-    if where.device is None or device.arch(where.device) != "sm_90":
-        pytest.skip("needs a Hopper GPU")
-    assert check(op, "cuda.hopper", one, where.device, config=config).refused is None
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -5,7 +5,8 @@
 
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // Weights are 2 ** (logit - top), where top is the largest logit that there was when top was last changed: which it is when
-// another is this much larger. Weights of up to 2 ** 8 are as exact as those of up to 1, and sums need not shrink as often.
+// another is this much larger: sums need not shrink as often. The largest weight of a row is then rounded like the others, where
+// it would be 1: docs/perf/attention.md says what that costs.
 constexpr float SLACK = 8.0f;
 
 __device__ inline float nothing() { return __int_as_float(0xff800000); }  // -inf, the logit of what is not seen

@@ -104,13 +104,12 @@ _ODD = {"cutile": "power of two"}
 _WIDE = {"cutile": "in fp32"}
 
 
-def _hopper(one: Case) -> Case:
-    """The case, with what TMA and wgmma do not take of it."""
-    more = ("bias", "slopes", "sinks", "softcap", "padding")
+def for_hopper(one: Case, extras: tuple[str, ...], said: str) -> Case:
+    """The case, with what TMA and wgmma do not take of it; of extras it is said so."""
     if one.params["dtype"] not in ("fp16", "bf16"):
         words = "fp16 and bf16 alone"
-    elif any(one.params.get(name) for name in more):
-        words = "no more than packed sequences, causal and window"
+    elif any(one.params.get(name) for name in extras):
+        words = said
     elif "value" in one.params:
         words = "of one size"
     elif one.params.get("layout") == "misaligned":
@@ -177,7 +176,8 @@ def cases() -> list[Case]:
         case(m=20, **small, dtype="fp32", causal=False, special="nan"),
         case(m=20, **small, dtype="fp16", causal=False, special="inf"),
     ]  # fmt: skip
-    return [_hopper(one) for one in found]
+    extras = "bias", "slopes", "sinks", "softcap", "padding"
+    return [for_hopper(one, extras, "no more than packed sequences, causal and window") for one in found]
 
 
 def bench_cases() -> dict[str, list[Case]]:

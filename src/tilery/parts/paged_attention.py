@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilery import inputs as random
 from tilery.errors import require
-from tilery.parts import kv_cache
+from tilery.parts import attention_cases, kv_cache
 from tilery.parts.attention import attend, pairs
 from tilery.spec import Case, Cost, TensorSpec, dtype_name
 
@@ -202,14 +202,6 @@ def model_sizes(model: Any) -> list[dict[str, int]]:
     return [] if model.kv_lora_rank else heads.model_sizes(model)
 
 
-def for_hopper(one: Case) -> Case:
-    """The case, with what TMA and wgmma do not take of it."""
-    if one.params["dtype"] not in ("fp16", "bf16"):
-        words = "fp16 and bf16 alone"
-    elif any(one.params.get(name) for name in ("sinks", "softcap", "format")):
-        words = "no more than a window"
-    elif one.params.get("layout") == "misaligned":
-        words = "16 bytes"
-    else:
-        return one
-    return Case(one.params, one.refused_by | {"cuda.hopper": words})
+def for_hopper(found: list[Case]) -> list[Case]:
+    """The cases, with what TMA and wgmma do not take of them."""
+    return [attention_cases.for_hopper(one, ("sinks", "softcap", "format"), "no more than a window") for one in found]

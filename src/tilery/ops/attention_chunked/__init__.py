@@ -162,7 +162,7 @@ _BENCH: dict[str, Any] = {"n": 128, "dtype": "bf16", "block_size": 64, "scattere
     kernels=("numba", "cuda.hopper", "triton"), model_sizes=paged.model_sizes,
     baselines=baselines(torch=_sdpa, cudnn=_cudnn, flash=_flash),
     cases={
-        "test": [paged.for_hopper(one) for one in _cases()],
+        "test": paged.for_hopper(_cases()),
         "bench": [
             *(case(m=m, keys=32768, heads=8, kv_heads=1, **_BENCH) for m in (256, 512)),
             *(case(m=m, keys=8192, heads=32, kv_heads=8, **_BENCH) for m in (256, 512, 2048)),

@@ -160,7 +160,7 @@ _BENCH = [(1, 1024), (1, 8192), (8, 2048), (16, 8192)]
     kernels=("numba", "triton", "cuda.hopper", "cutile", "tilelang"), model_sizes=paged.model_sizes,
     baselines=baselines(torch=_sdpa, cudnn=_cudnn, flash=_flash),
     cases={
-        "test": [paged.for_hopper(one) for one in _cases()],
+        "test": paged.for_hopper(_cases()),
         "bench": [
             *(case(m=m, keys=keys, queries=queries, **_LLAMA) for m, keys in _BENCH for queries in (1, 2, 4)),
             *(case(m=m, keys=keys, **_LLAMA) for m, keys in ((64, 4096), (1, 131072))),

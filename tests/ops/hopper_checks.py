@@ -1,0 +1,28 @@
+"""What tests of attention's kernels by TMA and wgmma share."""
+
+import re
+
+import pytest
+
+from tilery import device
+from tilery.workbench.check import check
+from tilery.workbench.place import place
+
+
+def weights_are_made_while_it_multiplies(sass, keys):
+    """Between the wait for scores and the one for sums are all exponentials of a block of keys."""
+    waits = [m.start() for m in re.finditer(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[01]", sass)]
+    for_scores = next(at for at in waits if sass[at:].startswith("WARPGROUP.DEPBAR.LE gsb0, 0x1"))
+    between = sass[for_scores : waits[waits.index(for_scores) + 1]]
+    return between.count("MUFU.EX2") >= keys // 2 and between.count("HGMMA") == 0
+
+
+def card(op):
+    where = place(op, "cuda.hopper").device
+    if where is None or device.arch(where) != "sm_90":
+        pytest.skip("needs a Hopper GPU")
+    return where
+
+
+def on_card(op, one, config=None):
+    assert check(op, "cuda.hopper", one, card(op), config=config).refused is None
