@@ -22,7 +22,9 @@ from tilery.spec import Artifact, TensorSpec
 TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
 _HEADERS = {path.name: path.read_text() for path in sorted(Path(__file__).parent.glob("*.cuh"))}
-_OPTIONS = ("--std=c++17", "--generate-line-info")  # line info is for profilers and sanitizers; the code is the same
+# Line info is for profilers and sanitizers; the code is the same. CUDA 13.0 takes a lambda with `auto` parameters for
+# host code unless all code is the device's.
+_OPTIONS = ("--std=c++17", "--generate-line-info", "--device-as-default-execution-space")
 _FORMAT = 1  # of a cache entry
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 _PARAMETERS = {"P": ctypes.c_void_p, "q": ctypes.c_longlong, "i": ctypes.c_int, "f": ctypes.c_float, "T": None}
