@@ -1,11 +1,12 @@
 // A block or a cluster of blocks per row, which is read once: threads keep a maximum and sums of their own until its end,
-// where every warp gives its own to the first block.
+// where every warp gives its own to the first block. A row to ignore is not read, unless `eager`: then no row waits for its
+// target.
 #include "tilery_rows.cuh"
 
 template <typename T, int VEC, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS) cross_entropy(
     const T* logits, const i64* targets, float* losses, float* lses, i64 stride, i64 n, i64 ignored, float smoothing,
-    float z_loss) {
+    float z_loss, int eager) {
     constexpr int WARPS = THREADS / 32;
     __shared__ float4 parts[BLOCKS * WARPS];
     Cluster<BLOCKS>::begin();
@@ -14,7 +15,7 @@ __global__ void __launch_bounds__(THREADS) cross_entropy(
     Exponentials<T> own;
     float plain = 0.0f, picked = __int_as_float(0x7fffffff);  // NaN, where the target is no class
     if (target >= 0 && target < n) picked = static_cast<float>(logits[target]);  // under way before sums wait
-    if (target != ignored)
+    if (eager || target != ignored)
         stream<VEC, THREADS, BLOCKS>(logits, n, [&](i64, const Pack<T, VEC>& pack) {
             own.add(pack);
             if (smoothing > 0)

@@ -7,13 +7,17 @@ import torch
 
 from tilery.backends import cuda_glue
 from tilery.parts import cuda_rows
+from tilery.parts.block_rows import THREADS
 from tilery.parts.cuda_rows import Shared as Config
+from tilery.parts.losses import FEW
 from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
 archs = cuda_rows.archs
 
 _SOURCE = Path(__file__).with_name("cross_entropy.cu")
+_PROCESSORS = 132  # of an H200
+_ALONE = 8192  # longer rows are for clusters where there are few
 
 
 def refusal(logits: TensorSpec, targets: TensorSpec, config: Config | None = None) -> str | None:
@@ -21,9 +25,13 @@ def refusal(logits: TensorSpec, targets: TensorSpec, config: Config | None = Non
 
 
 def default(logits: TensorSpec, targets: TensorSpec) -> Config:
-    cluster = cuda_rows.spread(logits, busy=132)
-    alone = 32 if logits.shape[-1] <= 4096 else 128  # 8192 × 4096 on an H200: 23 µs with a warp for a row, 26 with four
-    return Config(alone if cluster == 1 else 512, cluster)
+    m, n, _ = rows(logits)
+    cluster = cuda_rows.spread(logits, busy=_PROCESSORS) if n > _ALONE else 1
+    if cluster > 1:
+        return Config(512, cluster)
+    few = 32 if n <= 4096 else 128  # 8192 × 4096 on an H200: 23 µs with a warp for a row, 26 with four
+    most = min(_PROCESSORS * 1024 // max(m, 1), n // 8)  # of few rows: 8 values for each
+    return Config(max([t for t in THREADS if t <= min(most, 512)] + [few]))
 
 
 def configs(logits: TensorSpec, targets: TensorSpec) -> list[Config]:
@@ -33,7 +41,7 @@ def configs(logits: TensorSpec, targets: TensorSpec) -> list[Config]:
 @functools.cache  # few: one for each dtype, alignment and config
 def _instance(dtype: torch.dtype, values: int, config: Config) -> cuda_glue.Kernel:
     name = f"cross_entropy<{cuda_glue.TYPES[dtype]}, {values}, {config.threads}, {config.cluster}>"
-    return cuda_glue.Kernel(_SOURCE, name, "PPPPqqqff", config.threads, cluster=config.cluster)
+    return cuda_glue.Kernel(_SOURCE, name, "PPPPqqqffi", config.threads, cluster=config.cluster)
 
 
 def _kernel(logits, n: int, stride: int, config: Config) -> cuda_glue.Kernel:
@@ -49,5 +57,5 @@ def run(outs, args, config: Config) -> None:
     logits, targets, label_smoothing, ignore_index, z_loss = args
     m, n, stride = rows(logits)
     pointers = [t.data_ptr() for t in (logits, targets, *outs)]
-    scalars = n, ignore_index, label_smoothing, z_loss
+    scalars = n, ignore_index, label_smoothing, z_loss, m <= FEW
     _kernel(logits, n, stride, config).launch(m * config.cluster, *pointers, stride, *scalars)

@@ -1,4 +1,4 @@
-"""One program per row, which it reads once, in blocks, with a running maximum; rows to ignore are not read at all."""
+"""One program per row, which it reads once, in blocks, with a running maximum; of many rows, not those to ignore."""
 
 from dataclasses import dataclass
 
@@ -9,6 +9,7 @@ from tilery.backends import triton_glue
 from tilery.device import ARCHS
 from tilery.ops.cross_entropy import outputs
 from tilery.parts import triton_losses
+from tilery.parts.losses import FEW
 from tilery.parts.rows import rows
 from tilery.parts.triton_softmax import parts, row_sums
 from tilery.spec import Artifact, TensorSpec
@@ -32,7 +33,8 @@ def refusal(logits: TensorSpec, targets: TensorSpec, config: Config | None = Non
 
 def default(logits: TensorSpec, targets: TensorSpec) -> Config:
     block = min(triton.next_power_of_2(logits.shape[-1]), 8192)
-    return Config(block, num_warps=min(max(block // 512, 1), 8))
+    each, most = (256, 16) if rows(logits).m <= FEW else (512, 8)
+    return Config(block, num_warps=min(max(block // each, 1), most))
 
 
 def configs(logits: TensorSpec, targets: TensorSpec) -> list[Config]:
@@ -41,21 +43,29 @@ def configs(logits: TensorSpec, targets: TensorSpec) -> list[Config]:
     return [c for c in dict.fromkeys(found) if refusal(logits, targets, c) is None]
 
 
+@triton.jit
+def _of_row(logits_ptr, target, n, label_smoothing, z_loss, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    inside = (target >= 0) & (target < n)
+    picked = tl.load(logits_ptr + target, mask=inside, other=float("nan")).to(tl.float32)  # under way before sums wait
+    top, total, plain = row_sums(logits_ptr, 0, n, BLOCK, PARTS, False)
+    lse = triton_losses.log_sum(top, total)
+    return triton_losses.loss(lse, picked, plain, n, label_smoothing, z_loss), lse
+
+
 @triton.jit(do_not_specialize=["ignore_index"])
 def _cross_entropy(
     logits_ptr, targets_ptr, loss_ptr, lse_ptr, stride, n, ignore_index, label_smoothing, z_loss,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride overflows int32 past 2**31 elements
     target = tl.load(targets_ptr + row)
-    loss, lse = 0.0, 0.0
-    if target != ignore_index:
-        logits_ptr += row * stride
-        top, total, plain = row_sums(logits_ptr, 0, n, BLOCK, PARTS, False)
-        lse = triton_losses.log_sum(top, total)
-        inside = (target >= 0) & (target < n)
-        picked = tl.load(logits_ptr + target, mask=inside, other=float("nan")).to(tl.float32)
-        loss = triton_losses.loss(lse, picked, plain, n, label_smoothing, z_loss)
+    logits_ptr += row * stride
+    loss, lse, counts = 0.0, 0.0, target != ignore_index
+    if EAGER:  # no row waits for its target
+        loss, lse = _of_row(logits_ptr, target, n, label_smoothing, z_loss, BLOCK, PARTS)
+        loss, lse = tl.where(counts, loss, 0.0), tl.where(counts, lse, 0.0)
+    elif counts:
+        loss, lse = _of_row(logits_ptr, target, n, label_smoothing, z_loss, BLOCK, PARTS)
     tl.store(loss_ptr + row, loss)
     tl.store(lse_ptr + row, lse)
 
@@ -67,7 +77,8 @@ def _arguments(outs, logits, targets, label_smoothing=0.1, ignore_index=-100, z_
 
 
 def _constants(logits, config: Config) -> dict[str, int]:
-    return {"BLOCK": config.block, "PARTS": parts(logits, config.block, config.num_warps)}
+    sizes = {"BLOCK": config.block, "PARTS": parts(logits, config.block, config.num_warps)}
+    return sizes | {"EAGER": rows(logits).m <= FEW}
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
