@@ -90,7 +90,7 @@ def _torch(
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=products.allowed,
-    kernels=("numba", "triton", "cuda.hopper"),
+    kernels=("numba", "cuda.hopper", "triton"),
     baselines=baselines(torch=products.peer(_torch), compile=products.peer(Compiled(_torch))),
     model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears()],
     cases={

@@ -60,7 +60,7 @@ def _torch(x: Tensor, weight: Tensor, precision: str) -> Tensor:
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=allowed,
-    kernels=("numba", "triton", "cuda.hopper"),
+    kernels=("numba", "cuda.hopper", "triton"),
     baselines=baselines(torch=products.peer(_torch), compile=products.peer(Compiled(_torch))),
     model_sizes=lambda model: [{"n": model.mlp_size, "k": model.hidden_size}],
     cases={

@@ -65,7 +65,7 @@ def _torch(a: Tensor, b: Tensor, c: Tensor, alpha: float, beta: float, precision
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=products.allowed,
-    runtime=("alpha", "beta"), kernels=("numba", "triton", "cuda.hopper"),
+    runtime=("alpha", "beta"), kernels=("numba", "cuda.hopper", "triton"),
     baselines=baselines(torch=products.peer(_torch), compile=products.peer(Compiled(_torch))),
     model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears()],
     cases={
