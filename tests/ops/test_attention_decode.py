@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import tilery
-from tilery import device
+from tilery import backends, device
 from tilery.errors import BadInput, NoBackward
 from tilery.op import REGISTRY
+from tilery.parts.paged_attention import most_splits
 from tilery.spec import case
 from tilery.workbench.check import check
 from tilery.workbench.compile import specs_for
@@ -73,6 +74,29 @@ def test_nothing_that_decides_bits_depends_on_the_batch(params):
         assert kernel.default(*alone) == kernel.default(*many)
         assert kernel.configs(*alone) == kernel.configs(*many)
     assert DECODE.bucket(*alone) == DECODE.bucket(*many)  # or another config were chosen where one is tuned
+
+
+if not backends.missing("triton"):
+    import triton
+    import triton.language as tl
+
+    from tilery.parts.triton_paged import cut
+
+    @triton.jit
+    def cut_all(out_ptr, COUNT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr):
+        length = tl.arange(0, COUNT)
+        tl.store(out_ptr + length, cut(length, 1, 0, SPLITS, BLOCK, LEAST, False)[1])
+
+
+@pytest.mark.parametrize(("splits", "block", "least"), [(1, 16, 128), (4, 32, 128), (16, 64, 128), (32, 32, 64)])
+def test_no_sequence_is_cut_into_more_than_the_launch_has(splits, block, least):
+    found = torch.empty(4096, dtype=torch.int32, device=kernel_place("triton"))
+    cut_all[(1,)](found, 4096, splits, block, least)
+    most = 1
+    for keys, size in enumerate(found.tolist()):
+        assert size % block == 0 and size >= least
+        most = max(most, -(-keys // size))
+        assert most <= most_splits(splits, keys, least) <= most + 1
 
 
 @pytest.mark.parametrize("splits", [1, 2, 16])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hopper_checks import card, on_card, weights_are_made_while_it_multiplies
 
-from tilery import backends
+from tilery import backends, device
 from tilery.ops import attention_decode
 from tilery.ops.attention_decode import inputs
 from tilery.spec import case
@@ -108,7 +108,7 @@ def test_one_sequence_is_cut_for_about_as_many_blocks_as_there_are_processors():
         config = kernel.default(*specs(**more))
         return config.splits, config.block_m
 
-    assert chosen() == (16, 64) and chosen(queries=16) == (8, 64) and chosen(queries=16, heads=64) == (8, 128)
+    assert chosen() == (16, 64) and chosen(queries=16) == (4, 64) and chosen(queries=16, heads=64) == (4, 128)
     assert chosen(kv_heads=1) == (32, 64) and chosen(kv_heads=32) == (4, 64) and chosen(n=256) == (16, 128)
 
 
@@ -121,8 +121,13 @@ def test_splits_that_can_have_no_key_have_no_workspace():
     assert shapes(queries=2) == [(16, 32, 32, 128), (2, 16, 32, 32)]
 
 
-def test_stands_behind_triton_until_it_has_run():
-    assert attention_decode.kernels.index("triton") < attention_decode.kernels.index("cuda.hopper")
+@pytest.mark.usefixtures("hopper")
+def test_is_asked_before_triton_which_takes_what_it_refuses(monkeypatch):
+    monkeypatch.setattr(device, "name", lambda where: "a GPU that nothing is tuned for")
+    assert attention_decode.plan(specs()).kernel == "cuda.hopper"
+    if why := backends.missing("triton"):
+        pytest.skip(why)
+    assert attention_decode.plan(specs(format="e4m3", block_size=64)).kernel == "triton"
 
 
 FORMS = [

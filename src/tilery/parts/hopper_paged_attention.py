@@ -17,6 +17,7 @@ from tilery.backends import cuda_glue, tensor_maps
 from tilery.parts import hopper_attention
 from tilery.parts.fp8 import ceil_div
 from tilery.parts.hopper_attention import columns
+from tilery.parts.paged_attention import most_splits
 from tilery.spec import Artifact, TensorSpec, Work, dtype_name
 
 _SOURCE = Path(__file__).parents[1] / "ops" / "attention_chunked" / "hopper.cu"
@@ -89,7 +90,7 @@ class Problem(NamedTuple):
     def splits(self, config: Config) -> int:
         """Those that can have a key; a window begins anywhere in a block."""
         keys = self.keys + (config.block_n if self.window else 0)
-        return max(min(config.splits, ceil_div(keys, config.block_n * config.least)), 1)
+        return most_splits(config.splits, keys, config.block_n * config.least)
 
     def fetched(self, config: Config) -> int:
         """Rows of a tile: those of whole queries."""

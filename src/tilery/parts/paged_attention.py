@@ -9,11 +9,18 @@ from tilery import inputs as random
 from tilery.errors import require
 from tilery.parts import attention_cases, kv_cache
 from tilery.parts.attention import attend, pairs
+from tilery.parts.fp8 import ceil_div
 from tilery.spec import Case, Cost, TensorSpec, dtype_name
 
 SIZES = (16, 32, 64, 80, 96, 128, 192, 256)
 # Weights are rounded to the dtype of q before they meet the values; fp8 caches are read as what they hold.
 ALLOWED = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+EIGHT = 8  # splits: where there are so many, each has twice the least
+
+
+def most_splits(splits: int, keys: int, least: int) -> int:
+    """So many of the splits can have a key of sequences of at most `keys`, by the rule that kernels cut them with."""
+    return max(min(splits, ceil_div(keys, least), max(EIGHT, ceil_div(keys, 2 * least))), 1)
 
 
 # Checks

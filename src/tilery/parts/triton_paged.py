@@ -13,11 +13,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilery import device
+from tilery.parts import paged_attention
 from tilery.parts.fp8 import ceil_div, power
 from tilery.parts.triton_attention import LOG2E, finish
 from tilery.parts.triton_fp8 import widen
 from tilery.spec import TensorSpec
 
+EIGHT = tl.constexpr(paged_attention.EIGHT)
 _COMBINED = 1024  # values that a program of `_combine` holds: with 8 a thread, all are asked for at once
 
 
@@ -25,11 +27,6 @@ def dependent(where: torch.device) -> bool:
     """Whether a launch may begin while the one before it ends, and waits inside: what kernels take as PDL."""
     present = device.arch(where)
     return present != "cpu" and int(present.removeprefix("sm_")) >= 90
-
-
-def limit(splits: int, keys: int, least: int) -> int:
-    """So many of the splits can have a key of sequences of at most `keys`, each of which has `least` if there are."""
-    return max(min(splits, ceil_div(keys, least)), 1)
 
 
 def workspace(splits: int, tokens: int, heads: int, size: int, where: torch.device) -> tuple[TensorSpec, ...]:
@@ -61,11 +58,16 @@ def sequence(lengths_ptr, starts_ptr, b, queries, bound):
 
 @triton.jit
 def cut(length, queries, window, SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr):
-    """The first key that a split begins with, and how many a split has, LEAST or more: multiples of BLOCK."""
+    """The first key that a split begins with, and how many a split has: multiples of BLOCK.
+
+    LEAST or more, twice as many where there are EIGHT splits all the same: `paged_attention.most_splits`.
+    """
     first = 0
     if WINDOW:
         first = tl.minimum(tl.maximum(length - queries - window + 1, 0), length) // BLOCK * BLOCK
-    return first, tl.maximum(tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK, LEAST)
+    keys = tl.cdiv(length - first, BLOCK) * BLOCK
+    fair, eighth = tl.cdiv(keys, SPLITS * BLOCK) * BLOCK, tl.cdiv(keys, EIGHT * BLOCK) * BLOCK
+    return first, tl.maximum(tl.maximum(fair, LEAST), tl.minimum(eighth, 2 * LEAST))
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from tilery.backends import triton_glue
 from tilery.device import ARCHS
 from tilery.parts import kv_cache, triton_paged
 from tilery.parts.fp8 import ceil_div, power
+from tilery.parts.paged_attention import most_splits
 from tilery.parts.triton_attention import base_2, bent, finish, key_range, seen
 from tilery.parts.triton_fp8 import as_bytes, native
 from tilery.parts.triton_paged import cut, keep, offsets, page_of, sequence, stored, wait, with_sink
@@ -287,13 +288,13 @@ def _attend(
 
 def workspace(p: Problem, config: Config) -> tuple[TensorSpec, ...]:
     keys = p.span + (config.block_n if p.window else 0)  # a window begins anywhere in a block
-    splits = triton_paged.limit(config.splits, keys, config.least)
+    splits = most_splits(config.splits, keys, config.least)
     return triton_paged.workspace(splits, p.tokens, p.heads, p.size, p.q.device)
 
 
 def estimate(p: Problem, config: Config) -> Work:
     """Few programs that share a row's keys are the same as many: what counts is what one of them reads."""
-    splits = triton_paged.limit(config.splits, p.span, config.least)
+    splits = most_splits(config.splits, p.span, config.least)
     tiles, keys = ceil_div(p.rows, config.block_m), ceil_div(p.span, splits)
     nbytes = 2 * keys * p.size * int(p.k_cache.dtype.itemsize) + min(p.rows, config.block_m) * p.size * 4
     programs = int(p.lengths.shape[0]) * p.kv_heads * tiles * splits

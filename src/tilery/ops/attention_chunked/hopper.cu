@@ -8,7 +8,8 @@ struct Problem {
     const int *starts, *lengths;  // first queries of sequences, or none where all have as many; and their keys
     int sequences, tokens, kv_heads, group;  // group: heads that share keys; a tile has all of a query's
     int tiles, splits;  // tiles of a sequence of the most queries
-    int cuts, least;  // a sequence's keys are cut in so many, never fewer than the splits, or parts of so many blocks
+    int cuts, least;  // a sequence's keys are cut in so many, never fewer than the splits; a part has so many blocks or more,
+                      // twice as many where there are eight parts all the same (paged_attention.most_splits)
     int bound, left;  // the most keys of a sequence; how far to the left of its place a query sees
 };
 
@@ -31,7 +32,8 @@ struct __align__(16) Tile {
         const int last = min(place + (tile.first + BM - 1) / p.group, keys - 1);
         tile.seen = Seen::of<BN>(place + tile.first / p.group, last, keys, p.left, 0);
         const int skipped = min(max(place - p.left, 0), keys) / BN;  // blocks that no query sees
-        const int part = max(((keys - skipped * BN + p.cuts - 1) / p.cuts + BN - 1) / BN, p.least), from = skipped + split * part;
+        const int all = (keys + BN - 1) / BN - skipped, fair = (all + p.cuts - 1) / p.cuts;
+        const int part = max(max(fair, p.least), min(2 * p.least, (all + 7) / 8)), from = skipped + split * part;
         Bounds& blocks = tile.seen.blocks;
         blocks = {max(blocks.begin, from), min(blocks.end, from + part)};
         if (blocks.begin >= blocks.end) blocks = {0, 0};

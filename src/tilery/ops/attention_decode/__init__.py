@@ -157,7 +157,7 @@ _BENCH = [(1, 1024), (1, 8192), (8, 2048), (16, 8192)]
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED, runtime=("scale",),
-    kernels=("numba", "triton", "cuda.hopper", "cutile", "tilelang"), model_sizes=paged.model_sizes,
+    kernels=("numba", "cuda.hopper", "triton", "cutile", "tilelang"), model_sizes=paged.model_sizes,
     baselines=baselines(torch=_sdpa, cudnn=_cudnn, flash=_flash),
     cases={
         "test": paged.for_hopper(_cases()),

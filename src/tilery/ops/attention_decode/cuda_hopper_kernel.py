@@ -16,7 +16,7 @@ from tilery.spec import TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refusal", "run", "workspace"]
 
-_TILES = 64, 128  # of one sequence, at least and at most: an H200 has 132 processors
+_TILES = 32, 128  # of one sequence, at least and at most: an H200 has 132 processors
 _LEAST = 128  # keys of a split: with fewer, what it keeps of them costs more than what is gained
 
 

@@ -99,7 +99,7 @@ def workspace(*specs: Any, config: Config) -> tuple[TensorSpec, ...]:
 
 
 def _splits(s: Sizes, config: Config) -> int:
-    return triton_paged.limit(config.splits, s.bound, config.chunk)
+    return max(min(config.splits, triton.cdiv(s.bound, config.chunk)), 1)
 
 
 def estimate(*specs: Any, config: Config) -> Work:
@@ -162,7 +162,7 @@ def _attend(
     b, split = tl.program_id(0) // (blocks * splits), tl.program_id(0) // blocks % splits
     wait(PDL)
     length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 0), bound)
-    _, size = cut(length, QUERIES, 0, SPLITS, CHUNK, CHUNK, False)
+    _, size = cut(length, QUERIES, 0, SPLITS, CHUNK, 1, False)
     first, last = split * size, tl.minimum(split * size + size, length)
     if (first >= length) & (split > 0):  # the first split of an empty sequence has nothing to say, and says it
         return
@@ -245,7 +245,7 @@ def _launches(config: Config, outs, q, q_rope, cache, lengths, block_table, scal
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages} | ({"launch_pdl": True} if pdl else {})
     yield _attend, grid, arguments, constants, options
     if splits > 1:
-        cuts = s.queries, s.bound, 0, config.splits, config.chunk, config.chunk
+        cuts = s.queries, s.bound, 0, config.splits, config.chunk, 1
         yield triton_paged.combination(parts, stats, lengths, None, None, *outs, *cuts)
 
 
