@@ -42,18 +42,19 @@ def test_losses_are_those_of_torch(kernel, name):
 
 
 @KERNELS
-@pytest.mark.parametrize("times", [1, losses.FEW // 5 + 1])
-def test_rows_to_ignore_do_not_count(kernel, times):
+@pytest.mark.parametrize("few", [losses.FEW, 2])
+def test_rows_to_ignore_do_not_count(kernel, few, monkeypatch):
+    monkeypatch.setattr(REGISTRY["cross_entropy"].kernel(kernel), "FEW", few, raising=False)
     (logits,) = problem(kernel, "cross_entropy")
     logits[2] = float("nan")
-    logits, targets = logits.repeat(times, 1), torch.tensor([0, 1, -100, 2, 3], device=logits.device).repeat(times)
+    targets = torch.tensor([0, 1, -100, 2, 3], device=logits.device)
     loss, lse = REGISTRY["cross_entropy"](logits, targets, backend=kernel)
-    assert loss[2::5].eq(0).all() and lse[2::5].eq(0).all() and loss.isfinite().all()
+    assert loss[2] == lse[2] == 0 and loss.isfinite().all()
     others = targets != -100
     assert torch.allclose(lse[others], logits[others].logsumexp(-1), atol=1e-5)
     ones = torch.ones_like(loss)
     grad = REGISTRY["cross_entropy_backward"](ones, ones, logits, targets, lse, backend=kernel)
-    assert grad[2::5].eq(0).all() and grad.isfinite().all()
+    assert grad[2].eq(0).all() and grad.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])

@@ -18,7 +18,7 @@ _KINDS = {
 }
 _PLAIN = driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
 _SWIZZLE = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
-# With 256 bytes, boxes that lie side by side would each bring both: 3 to 7 % more from memory.
+# With 256 bytes, boxes that lie side by side would each bring both: 2 to 7 % more from memory.
 _PROMOTION = driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _ZEROS = driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
 

@@ -19,6 +19,8 @@ from tilery.tuning.worker import Measurer
 from tilery.workbench.run import Recorder
 from tilery.workbench.store import Store
 
+_GLANCE_S = 0.2  # after which the main thread looks whether it was interrupted
+
 
 @dataclass(frozen=True)
 class Request:
@@ -177,7 +179,9 @@ class Tuner:
         with ThreadPoolExecutor(len(self.pool.workers)) as threads:
             work = [threads.submit(self._work, worker) for worker in self.pool.workers]
             try:
-                wait(work, return_when=FIRST_EXCEPTION)
+                # Ctrl-C wakes a wait without end only where the system hands it to this thread, not to a library's.
+                while wait(work, _GLANCE_S, FIRST_EXCEPTION).not_done and self._failure is None:
+                    pass
             except KeyboardInterrupt:
                 self._end_all()
                 raise
