@@ -74,6 +74,6 @@ def test_every_form_builds(name, config, arch):
     specs = {"softmax": (row,), "rms_norm": (row, weight), "add_rms_norm": (row, row, weight)}[name]
     with device.pretend(arch):
         made = op.kernel("cuda").compile(specs, config, arch)
-    assert made.spills <= (8 if arch == "sm_100" else 0)  # bytes, by CUDA 13.0 for rms_norm's ring; by 13.4 none
+    assert made.spills == 0
     assert ("barrier.cluster" in made.code["ptx"]) == (config.cluster > 1)
     assert ("cp.async.bulk" in made.code["ptx"]) == (config.slots > 0)
