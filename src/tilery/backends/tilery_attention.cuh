@@ -25,8 +25,8 @@ __device__ inline float exp2_fast(float x) {
 }
 
 // The running softmax of a thread's two rows, which its quad shares; each thread has a part of `total`. Weights are
-// 2 ** (logit - top), top the largest logit so far: its weight is 1, which is not rounded. Were top left behind until a logit is
-// 2 ** 8 times as large, sums would shrink less often, for 1 to 3 % of the time, and errors be up to twice as large.
+// 2 ** (logit - top), top the largest logit so far: its weight is 1, which is not rounded. Were top left behind until a weight
+// is 2 ** 8, sums would shrink less often, and errors be up to twice as large: docs/perf/attention.md.
 struct Rows {
     float top[2] = {nothing(), nothing()}, total[2] = {0.0f, 0.0f};
     float shrink[2];  // what sums before are to be multiplied with

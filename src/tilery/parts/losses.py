@@ -10,7 +10,7 @@ from tilery.spec import TensorSpec, dtype_name
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 IGNORED = -100
-FEW = 1024  # rows, all of which are read at once, ignored or not: to wait for a target takes longer
+FEW = 1024  # rows, all of which are read at once, ignored or not, so that none waits for its target
 # For cases that test every term of the loss.
 TERMS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "ignored": True}
 
