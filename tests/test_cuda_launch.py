@@ -32,6 +32,7 @@ def launched(monkeypatch):
         found.append((how, (how.gridDimX, how.blockDimX, how.sharedMemBytes, int(how.hStream))))
         return (0,)
 
+    monkeypatch.setattr(cuda_glue.torch.cuda, "get_device_capability", lambda index: ((8, 0), (9, 0))[index])
     monkeypatch.setattr(cuda_glue.driver, "cuLaunchKernel", plain)
     monkeypatch.setattr(cuda_glue.driver, "cuLaunchKernelEx", configured)
     return found
@@ -42,7 +43,7 @@ def kernel(**more):
 
 
 def test_a_kernel_alone_is_launched_plainly(launched):
-    kernel()._submit(None, 7, 5, (0,))
+    kernel()._submit(None, 1, 7, 5, (0,))
     assert launched == [(None, (7, 96, 2048, 5))]
 
 
@@ -51,7 +52,7 @@ def test_a_kernel_alone_is_launched_plainly(launched):
     [({"cluster": 4}, [_CLUSTER]), ({"early": True}, [_EARLY]), ({"cluster": 2, "early": True}, [_CLUSTER, _EARLY])],
 )
 def test_clusters_and_early_starts_are_said(launched, more, wanted):
-    kernel(**more)._submit(None, 8, 5, (0,))
+    kernel(**more)._submit(None, 1, 8, 5, (0,))
     ((how, sizes),) = launched
     assert sizes == (8, 96, 2048, 5) and how.numAttrs == len(wanted)
     attributes = {attribute.id: attribute.value for attribute in how.attrs}
@@ -63,11 +64,18 @@ def test_clusters_and_early_starts_are_said(launched, more, wanted):
         assert attributes[_EARLY].programmaticStreamSerializationAllowed == 1
 
 
+def test_an_older_device_starts_nothing_early(launched):
+    one = kernel(early=True)
+    for index in (0, 1, 0):
+        one._submit(None, index, 8, 5, (0,))
+    assert [how.numAttrs for how, _ in launched] == [0, 1, 0]
+
+
 def test_the_next_launch_has_its_own_grid_and_stream_and_a_thread_its_own_configuration(launched):
     one = kernel(cluster=2)
-    one._submit(None, 8, 5, (0,))
-    one._submit(None, 16, 6, (0,))
-    other = threading.Thread(target=one._submit, args=(None, 4, 7, (0,)))
+    one._submit(None, 1, 8, 5, (0,))
+    one._submit(None, 1, 16, 6, (0,))
+    other = threading.Thread(target=one._submit, args=(None, 1, 4, 7, (0,)))
     other.start()
     other.join()
     assert [sizes for _, sizes in launched] == [(8, 96, 2048, 5), (16, 96, 2048, 6), (4, 96, 2048, 7)]

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import re
 import sys
 import zlib
 
@@ -84,6 +85,7 @@ def test_builds_for_every_claimed_architecture(op, kernel, arch, compiler, recor
         if arch == "sm_90" and kernel != "numba_cuda" and "misaligned" not in dtype:
             assert artifact.spills == 0, "the default spills where it matters most"
         assert 0 <= artifact.shared <= device.shared_limit(arch)
+        assert waits_first(artifact.code.get("ptx", ""))
         record_property("resources", (f"{op.name} {kernel} {dtype} {arch}", resources(artifact)))
     assert made, f"{op.name} {kernel} takes no case on {arch}"
 
@@ -93,6 +95,12 @@ def test_builds_with_triton_36(op, kernel, compiler_36, record_property):
     for dtype, artifact in compiled_per_dtype(op, kernel, "sm_90", compiler_36, every=True).items():
         record_property("resources", (f"{op.name} {kernel} {dtype} sm_90 triton-3.6.0", resources(artifact)))
         assert 0 < artifact.registers <= 255
+
+
+def waits_first(ptx):
+    """A kernel that may start while the one before ends touches no memory before that one has ended."""
+    wait, access = ptx.find("griddepcontrol.wait"), re.search(r"(ld|st|red|atom)\.(volatile\.|relaxed\.)?global", ptx)
+    return wait < 0 or access is None or wait < access.start()
 
 
 def compiled_per_dtype(op, kernel, arch, compiler, every):

@@ -5,7 +5,6 @@ Prints for every op with a Triton kernel whether the launch's sources are among 
 
 import json
 import sys
-from typing import ClassVar
 
 import torch
 import triton
@@ -26,8 +25,10 @@ compiled, launched = set(), set()
 class Nothing:
     """Stands for a compiled kernel."""
 
-    asm: ClassVar = {"cubin": b"", "ttgir": "", "ptx": ""}
     metadata = type("Metadata", (), {"shared": 0})
+
+    def __init__(self, early):
+        self.asm = {"cubin": b"", "ttgir": "", "ptx": "griddepcontrol.wait" if early else ""}
 
 
 def key(source, options):
@@ -36,7 +37,7 @@ def key(source, options):
 
 def compile_nothing(source, target, options):
     compiled.add(key(source, BACKEND.parse_options(dict(options))))
-    return Nothing
+    return Nothing(options["launch_pdl"])
 
 
 def launch_nothing(self, *args, grid, warmup=False, **kwargs):

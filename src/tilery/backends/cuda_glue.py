@@ -25,6 +25,7 @@ _HEADERS = {path.name: path.read_text() for path in sorted(Path(__file__).parent
 # Line info is for profilers and sanitizers; the code is the same. CUDA 13.0 takes a lambda with `auto` parameters for
 # host code unless all code is the device's.
 _OPTIONS = ("--std=c++17", "--generate-line-info", "--device-as-default-execution-space")
+_EARLY = (9, 0)  # the first whose kernels may start while the one before ends
 _FORMAT = 1  # of a cache entry
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 _PARAMETERS = {"P": ctypes.c_void_p, "q": ctypes.c_longlong, "i": ctypes.c_int, "f": ctypes.c_float, "T": None}
@@ -52,11 +53,11 @@ class Kernel:
         """`parameters`: P pointer, q and i integers of 64 and 32 bits, f float, T a TensorMap by value.
 
         `shared`: bytes of dynamic memory. `cluster`: neighbouring blocks that run at once and see each other's shared
-        memory, from sm_90 on. `early`: blocks may start while the kernel before ends, and wait for it themselves.
+        memory, from sm_90 on. `early`: there too, blocks may start while the kernel before ends, and call `take_over`.
         """
         self.source, self.name, self.threads, self.shared, self.cluster = source, name, threads, shared, cluster
         self.early = early
-        self._local = threading.local()  # .how: a launch's configuration, of which grid and stream change
+        self._local = threading.local()  # .hows: device -> a launch's configuration, of which grid and stream change
         self._types = tuple(_PARAMETERS[letter] for letter in parameters)
         self._functions: dict[int, Any] = {}  # device -> the loaded kernel
         self._resident: dict[int, int] = {}
@@ -76,10 +77,10 @@ class Kernel:
         index = torch._C._cuda_getDevice()
         function = self._functions.get(index) or self._load(index)
         stream = torch._C._cuda_getCurrentRawStream(index)
-        status = self._submit(function, blocks, stream, values)
+        status = self._submit(function, index, blocks, stream, values)
         if status == _NO_CONTEXT:  # this thread's first
             _make_context_current(index)
-            status = self._submit(function, blocks, stream, values)
+            status = self._submit(function, index, blocks, stream, values)
         if status:
             _raise(status, f"launching {self.name} with {blocks} blocks of {self.threads} threads")
 
@@ -93,21 +94,25 @@ class Kernel:
             self._resident[index] = each * torch.cuda.get_device_properties(index).multi_processor_count
         return self._resident[index]
 
-    def _submit(self, function: Any, blocks: int, stream: int, values: tuple[Any, ...]) -> Any:
+    def _submit(self, function: Any, index: int, blocks: int, stream: int, values: tuple[Any, ...]) -> Any:
         arguments = values, self._types
         if self.cluster == 1 and not self.early:
             sizes = blocks, 1, 1, self.threads, 1, 1, self.shared
             return driver.cuLaunchKernel(function, *sizes, stream, arguments, 0)[0]
-        how = getattr(self._local, "how", None) or self._configured()
+        try:
+            how = self._local.hows[index]
+        except (AttributeError, KeyError):
+            how = self._configured(index)
         how.gridDimX, how.hStream = blocks, stream
         return driver.cuLaunchKernelEx(how, function, arguments, 0)[0]
 
-    def _configured(self) -> Any:
+    def _configured(self, index: int) -> Any:
         """Kept for each thread: to make one takes longer than to launch."""
-        how = self._local.how = driver.CUlaunchConfig()
+        how = self._local.__dict__.setdefault("hows", {})[index] = driver.CUlaunchConfig()
         how.gridDimY, how.gridDimZ, how.sharedMemBytes = 1, 1, self.shared
         how.blockDimX, how.blockDimY, how.blockDimZ = self.threads, 1, 1
-        how.attrs = ([_clusters_of(self.cluster)] if self.cluster > 1 else []) + ([_early()] if self.early else [])
+        early = self.early and torch.cuda.get_device_capability(index) >= _EARLY
+        how.attrs = ([_clusters_of(self.cluster)] if self.cluster > 1 else []) + ([_early()] if early else [])
         how.numAttrs = len(how.attrs)
         return how
 

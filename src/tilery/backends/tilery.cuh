@@ -5,8 +5,17 @@
 
 using i64 = long long;  // offsets: row * stride overflows int past 2**31 elements
 
+// Of a kernel that is launched early: the next may be, too; what the kernel before wrote may be read from here on, and what
+// it read be written. All threads call it. Before sm_90 kernels follow one another.
+__device__ inline void take_over() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 template <int BYTES>
 struct Word;  // what one instruction moves
+template <> struct Word<1> { using type = unsigned char; };
 template <> struct Word<2> { using type = unsigned short; };
 template <> struct Word<4> { using type = unsigned; };
 template <> struct Word<8> { using type = uint2; };

@@ -6,10 +6,6 @@ using u64 = unsigned long long;
 
 __device__ inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
-// Of a kernel that is launched early: the next may be, too; what the kernel before wrote may be read from here on, and what
-// it read be written. All threads call it.
-__device__ inline void take_over() { asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory"); }
-
 // A barrier in shared memory that waits for `count` arrivals and for bytes, one phase after the other.
 struct Arrival {
     u64 state;

@@ -5,9 +5,10 @@
 // Blocks of a cluster share a row through each other's shared memory; sm_90 is the first that has them.
 template <int BLOCKS>
 struct Cluster {
-    // Of every block of a cluster, first of all: exchange waits until all run.
+    // Of every block, first of all: exchange waits until all of a cluster run.
     static __device__ void begin() {
         if constexpr (BLOCKS > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");
+        take_over();
     }
     static __device__ int rank() {
         int rank = 0;
@@ -77,10 +78,10 @@ struct Row {
 
 // visit(column, pack) of this thread's share of a row of n, with 64 bytes of loads under way at once.
 template <int VEC, int THREADS, int BLOCKS, typename T, typename Visit>
-__device__ void stream(const T* x, i64 n, Visit visit) {
+__device__ void stream(const T* x, i64 n, Visit visit, int thread = threadIdx.x) {
     constexpr int AHEAD = 64 / (VEC * sizeof(T));
     const i64 step = i64{THREADS} * BLOCKS * VEC;
-    for (i64 col = (Cluster<BLOCKS>::rank() * THREADS + threadIdx.x) * VEC; col < n; col += AHEAD * step) {
+    for (i64 col = (Cluster<BLOCKS>::rank() * THREADS + thread) * VEC; col < n; col += AHEAD * step) {
         Pack<T, VEC> packs[AHEAD];
 #pragma unroll
         for (int a = 0; a < AHEAD; ++a)
@@ -111,6 +112,17 @@ struct Exponentials {
     // The sum below another maximum.
     __device__ float below(float other) const { return sum * expf(top - other); }
 };
+
+// x + r, rounded and written.
+template <typename T, int VEC>
+__device__ Pack<T, VEC> add(const Pack<T, VEC>& x, const Pack<T, VEC>& r, T* total) {
+    float values[VEC];
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) values[i] = static_cast<float>(x.at[i]) + static_cast<float>(r.at[i]);
+    const auto sum = Pack<T, VEC>::rounded(values);
+    sum.to_global(total);
+    return sum;
+}
 
 // RMS norms: 1 / sqrt(mean + eps) over the row, from every thread's share of its squares.
 template <int THREADS, int BLOCKS>

@@ -1,22 +1,28 @@
 """Triton and Gluon: compiles a kernel from specs for an architecture that need not be present."""
 
+import functools
 import os
 from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc
 from triton.runtime.jit import create_function_from_signature
 from triton.tools import tensor_descriptor
 
+from tilery import device
 from tilery.backends import cubin
 from tilery.errors import CompileFailed
 from tilery.spec import Artifact, TensorSpec
 
+_EARLY = 90  # the first whose kernels may start while the one before ends
+_FEW = 264  # programs: two for each processor of an H200
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when a kernel is decorated
 
 
@@ -61,6 +67,63 @@ class Descriptor(NamedTuple):
     layout: Any  # Gluon's shared layout; None for Triton, which chooses one
 
 
+def early(kernel: Any) -> Any:
+    """Marks a kernel whose programs may start while the kernel before ends: `take_over` is the first thing they do."""
+    kernel.early = True
+    return kernel
+
+
+def take_over(_semantic: Any = None) -> None:
+    """In a kernel: what the one before wrote may be read from here on, and what it read be written.
+
+    The next kernel may start now if this one's programs are few. More, and its programs would be spread unevenly, where
+    these leave room: 512 × 4096 in add_rms_norm took 6.6 µs on an H200, 5.6 with `hand_over`; of 16 × 14336 silu_mul
+    1.5, and 1.7. It does not start before the kernel before this one has ended: waiting programs would pile up.
+    """
+    if _is_early(_semantic):
+        gdc.gdc_wait(_semantic=_semantic)
+        programs = "mov.u32 x, %nctaid.x; mov.u32 y, %nctaid.y; mul.lo.u32 x, x, y;"
+        _let_next(f"{programs} setp.le.u32 yes, x, {_FEW};", _semantic)
+
+
+def hand_over(_semantic: Any = None) -> None:
+    """In a kernel, where all is read, or at once if there is little to do: the next one may start.
+
+    Without it, that is when all programs of this one have ended. Not of programs so small that to say it costs more
+    than it saves: softmax of 32768 × 1024 took 40 µs on an H200, 33.5 without.
+    """
+    if _is_early(_semantic):
+        _let_next("mov.u32 x, %ntid.x; setp.ge.u32 yes, x, 128;", _semantic)
+
+
+take_over.__triton_builtin__ = hand_over.__triton_builtin__ = True  # type: ignore[attr-defined]  # called by a compile
+
+
+def _is_early(semantic: Any) -> bool:
+    """Not on older devices, nor in the interpreter, which gives no semantic."""
+    return semantic is not None and bool(semantic.builder.options.launch_pdl)
+
+
+def _let_next(condition: str, semantic: Any) -> None:
+    """`condition`: PTX that sets `yes`, with x and y to work with."""
+    said = f"{{ .reg .pred yes; .reg .u32 x, y; {condition} @yes griddepcontrol.launch_dependents; }} // $0"
+    tl.inline_asm_elementwise(said, "=r", [], dtype=tl.int32, is_pure=False, pack=1, _semantic=semantic)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """On the current device, which is the first argument's, and its stream; early if the kernel is marked so."""
+    if not _INTERPRETED and getattr(kernel, "early", False) and _starts_early(arguments[0].device):
+        options = options | {"launch_pdl": True}
+    kernel[grid](*arguments, **constants, **options)
+
+
+@functools.cache
+def _starts_early(where: torch.device) -> bool:
+    return int(device.arch(where).removeprefix("sm_")) >= _EARLY
+
+
 def compile(
     kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any], arch: str
 ) -> Artifact:
@@ -71,6 +134,8 @@ def compile(
         )
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     backend = make_backend(target)
+    if is_early := target.arch >= _EARLY and getattr(kernel, "early", False):
+        options = options | {"launch_pdl": True}
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     launched = [_stand_in(value) for value in arguments]
     bound, specialization, _ = bind(*launched, **constants, **options)
@@ -78,6 +143,7 @@ def compile(
     made = kernel._pack_args(backend, dict(options), bound, specialization, options)
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, *made[1:])
     built = triton.compile(source, target=target, options=made[0].__dict__)
+    assert is_early == ("griddepcontrol.wait" in built.asm["ptx"]), f"{kernel}: `early` and `take_over` go together"
     used = cubin.resources(built.asm["cubin"])
     code = {"ir": built.asm["ttgir"], "ptx": built.asm["ptx"]}
     return Artifact(arch, code, built.asm["cubin"], used.registers, used.spills, built.metadata.shared)

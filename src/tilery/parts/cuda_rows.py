@@ -23,6 +23,7 @@ archs = block_rows.archs
 _CLUSTERS = (1, 2, 4, 8)  # more than 8 is not promised
 _HOPPER = 90  # the first with clusters and with loads that arrive by themselves
 _BUSY = 132  # blocks: one for every processor of an H200
+_LONG = 65536
 _CHUNK = 32  # bytes of an input in a slot of the ring, for each thread
 _SPARE = 1024  # bytes of shared memory that each block has besides its ring
 
@@ -56,7 +57,7 @@ def refusal(config: Config | None, *inputs: TensorSpec) -> str | None:
             return "a row is held in registers or in slots, not in both"
         if why := _ring_refusal(config, inputs):
             return why
-    if config and config.held and not _fits(x, config):
+    if config and config.held and not fits(x, config):
         return f"row of {x.shape[-1]} does not fit the registers of {config.cluster} × {config.threads} threads"
     return shared_refusal(x, config)
 
@@ -84,10 +85,13 @@ def _is_hopper(where: Any) -> bool:
     return int(device.arch(where).removeprefix("sm_")) >= _HOPPER
 
 
-def _fits(x: TensorSpec, config: Shared) -> bool:
-    """Up to 32 of the 255 registers of a thread hold values, 16 of the 64 that it has among 1024."""
+def fits(x: TensorSpec, config: Shared, more: int = 1) -> bool:
+    """Up to 32 of the 255 registers of a thread hold values, 16 of the 64 that it has among 1024.
+
+    `more`: how many times as much a kernel holds as one that needs the row and weights.
+    """
     held = 64 if config.threads == THREADS[-1] else 128
-    return x.shape[-1] * x.dtype.itemsize <= config.threads * config.cluster * held
+    return more * x.shape[-1] * x.dtype.itemsize <= config.threads * config.cluster * held
 
 
 class Launch:
@@ -122,34 +126,43 @@ def _kernel(
     else:
         form = "_long"
     instance = f"{source.stem}{form}<{cuda_glue.TYPES[dtype]}, {', '.join(map(str, sizes))}>"
-    return cuda_glue.Kernel(source, instance, parameters, threads, ring_bytes(config, inputs), cluster)
+    return cuda_glue.Kernel(source, instance, parameters, threads, ring_bytes(config, inputs), cluster, early=True)
 
 
 def default(*inputs: TensorSpec) -> Config:
     """A few long rows in the registers of clusters, many in a ring, what is left in registers or read again."""
     x = inputs[0]
     n, cluster = x.shape[-1], spread(x)
-    held = Config(_threads(n, cluster), cluster, held=True)
+    held = Config(threads_for(n, cluster), cluster, held=True)
     ring = next((c for c in _rings(inputs) if c.cluster == 1 and refusal(c, *inputs) is None), None)
     if ring and cluster == 1 and n * x.dtype.itemsize >= 2**16:
         return ring
-    if _fits(x, held):
+    if fits(x, held):
         return held
     # 512 × 131072 on an H200: 88 µs, and 99 in a ring of two blocks
     return Config(256, _CLUSTERS[-1]) if _is_hopper(x.device) else Config(THREADS[-1])
 
 
-def spread(x: TensorSpec, busy: int = _BUSY // 2) -> int:
-    """Blocks for each row, so that few rows leave few processors idle; 2048 values and more for each of them."""
+def spread(x: TensorSpec, busy: int = 0) -> int:
+    """Blocks for each row, so that few rows leave few processors idle; 2048 values and more for each of them.
+
+    `busy`: the most blocks. 16 × 131072 in add_rms_norm took 15.8 µs with 64 of them on an H200, 10.3 with 128.
+    """
     m, n, _ = rows(x)
+    busy = busy or (_BUSY if n >= _LONG else _BUSY // 2)
     fitting = (c for c in reversed(_CLUSTERS) if m * c <= busy and n >= 2048 * c)
     return next(fitting, 1) if _is_hopper(x.device) else 1
 
 
-def _threads(n: int, cluster: int) -> int:
+def threads_for(n: int, cluster: int) -> int:
     """32 values for each on their own: 8192 × 4096 took 35.1 µs with 128 threads on an H200, 36.1 with 256."""
     share = -(-n // cluster)
     return block_rows.default(share if cluster > 1 else share // 2, most=512).threads
+
+
+def clusters(x: TensorSpec) -> tuple[int, ...]:
+    """Of how many blocks they may be."""
+    return _CLUSTERS if _is_hopper(x.device) else (1,)
 
 
 def shared_configs(x: TensorSpec) -> list[Shared]:

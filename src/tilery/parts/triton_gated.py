@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import hand_over, take_over
 from tilery.parts import gated, triton_pieces
 from tilery.parts.rows import joined, rows
 from tilery.parts.triton_pieces import Config, archs, piece
@@ -57,23 +58,29 @@ def _share_and_slope(g, ACT: tl.constexpr):
     return s, s * (1 + inner)
 
 
+@triton_glue.early
 @triton.jit
 def _gated(
     g_ptr, u_ptr, y_ptr, g_stride, u_stride, u_start, n,
     ACT: tl.constexpr, BLOCK: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
+    take_over()
+    hand_over()
     row, start, cols, mask = piece(n, BLOCK, PLACE)
     g = tl.load(g_ptr + row * g_stride + start + cols, mask=mask).to(tl.float32)
     u = tl.load(u_ptr + row * u_stride + u_start + start + cols, mask=mask).to(tl.float32)
     tl.store(y_ptr + row * n + start + cols, g * share(g, ACT) * u, mask=mask)
 
 
+@triton_glue.early
 @triton.jit
 def _gated_backward(
     dy_ptr, g_ptr, u_ptr, dg_ptr, du_ptr,
     dy_stride, g_stride, u_stride, u_start, d_stride, du_start, n,
     ACT: tl.constexpr, BLOCK: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
+    take_over()
+    hand_over()
     row, start, cols, mask = piece(n, BLOCK, PLACE)
     dy = tl.load(dy_ptr + row * dy_stride + start + cols, mask=mask).to(tl.float32)
     g = tl.load(g_ptr + row * g_stride + start + cols, mask=mask).to(tl.float32)
@@ -115,7 +122,7 @@ def _run(call):
     def run(outs, args, config: Config) -> None:
         kernel, m, n, act, arguments = call(outs, *args)
         grid, constants = triton_pieces.cut(m, n, config)
-        kernel[grid](*arguments, ACT=act, **constants, **config.options)
+        triton_glue.launch(kernel, grid, arguments, constants | {"ACT": act}, config.options)
 
     return run
 

@@ -1,6 +1,6 @@
 """Triton kernels that normalise rows: a program holds a few short rows or one long one in registers, and reads x once.
 
-A row too long for that is read block by block, once more for each thing that must be known of it.
+A row too long for that is read block by block: for its mean, if it is centred; for its squares; and to be written.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from tilery.backends.triton_glue import hand_over
 from tilery.device import ARCHS
 from tilery.parts import fp8
 from tilery.parts.rows import rows
@@ -18,10 +19,12 @@ from tilery.spec import TensorSpec
 archs = ARCHS
 
 _GROUP = tl.constexpr(fp8.GROUP)
-_WARPS = (1, 2, 4, 8, 16)
+_WARPS = (1, 2, 4, 8, 16, 32)
+_MANY = 16  # warps of a long row
 _HELD = 32768  # values in the registers of 16 warps: 64 of 255 a lane, the rest are weights and addresses
 _VALUES_PER_LANE = 128
 _LONG_BLOCK = 16384
+_L1_BYTES = 208 * 1024  # of an H200's 256 kB a processor, with room for shared memory
 _PART = 4096  # of a row that is read again from the L1 cache, so that registers are left for more programs
 _HIDING = 528  # programs past which one waits while others work: weights loaded early would only take registers
 
@@ -40,6 +43,11 @@ def least_block(per: str) -> int:
     return fp8.GROUP if per == "group" else 1
 
 
+def blocks(per: str) -> dict[str, int]:
+    """`least` and `long` of an op that quantises; by token the greatest values take registers beside the squares."""
+    return {"least": least_block(per), "long": _LONG_BLOCK if per == "group" else _PART}
+
+
 def refusal(config: Config | None, least: int = 1) -> str | None:
     if config is None:
         return None
@@ -54,21 +62,26 @@ def refusal(config: Config | None, least: int = 1) -> str | None:
     return f"tile of {values} values does not fit the registers of {config.num_warps} warps" if values > most else None
 
 
-def default(x: TensorSpec, least: int = 1, held: int = _HELD, again: bool = False) -> Config:
+def default(x: TensorSpec, least: int = 1, held: int = _HELD, again: int = 0, long: int = _LONG_BLOCK) -> Config:
     """Sixteen values a lane, eight where each is an access of its own, with an address and a mask, or rows are few.
 
     Several short rows are one program's as long as that leaves many programs.
 
-    `least` is the smallest block that will do, `held` the longest row that registers hold. `again`: the op needs one
-    sum only, so many long rows are read in parts, twice: 32768 × 8192 took 255 µs so on an H200, 261 in registers.
+    `least` is the smallest block that will do, `held` the longest row that registers hold, `long` the block of one that
+    they do not. `again`: inputs with rows of an op that needs one sum only, so that many long rows are read in parts,
+    twice, the second time from L1: 32768 × 8192 took 255 µs so on an H200, 261 in registers.
     """
     m, n, _ = rows(x)
     block, count = max(triton.next_power_of_2(max(n, 1)), least), 1
-    if again and m * n >= 2**22 and 4096 <= n <= held:
-        part = min(block // 2, _PART)
-        return Config(1, part, part // 256)
+    if again and m * n >= 2**22 and (again == 1 or m > _HIDING) and n >= 4096:
+        fitting = _l1_rows(n, x.dtype.itemsize, again)  # of programs on a processor: four of 16 warps, two of 32
+        if fitting >= 4:
+            part = min(block // 2, _PART)
+            return Config(1, part, part // 256)
+        if fitting >= 2:
+            return Config(1, 2 * _PART, _WARPS[-1])
     if block > held:
-        return Config(1, min(_LONG_BLOCK, held), _WARPS[-1])
+        return Config(1, min(long, held), _MANY)
     while 2 * count * block <= 2048 and m >= 512 * count:
         count *= 2
     return Config(count, block, _warps(count * block, n, few=m <= _HIDING))
@@ -77,12 +90,12 @@ def default(x: TensorSpec, least: int = 1, held: int = _HELD, again: bool = Fals
 def _warps(values: int, n: int, few: bool = False) -> int:
     """`few`: 1 × 1024 on an H200 takes 1.25 µs with four warps, 1.31 with two."""
     alone = 512 if n % 16 == 0 else 256
-    return min(max(values // alone, min(values // 256, 4) if few else 1, 1), _WARPS[-1])
+    return min(max(values // alone, min(values // 256, 4) if few else 1, 1), _MANY)
 
 
-def configs(x: TensorSpec, least: int = 1, held: int = _HELD, again: bool = False) -> list[Config]:
+def configs(x: TensorSpec, least: int = 1, held: int = _HELD, again: int = 0, long: int = _LONG_BLOCK) -> list[Config]:
     """The default first, then what is near it, then shorter parts."""
-    first, base, n = default(x, least, held, again), default(x, least, held), x.shape[-1]
+    first, base, n = default(x, least, held, again, long), default(x, least, held, long=long), x.shape[-1]
     warps = [Config(base.rows, base.block, w) for w in (base.num_warps // 2, base.num_warps * 2)]
     counts = [Config(c, base.block, _warps(c * base.block, n)) for c in (1, base.rows * 4)]
     cuts = [Config(1, b, w) for b in (2048, 4096, 8192, 16384) if least <= b < n for w in (4, 8, 16)]
@@ -90,10 +103,21 @@ def configs(x: TensorSpec, least: int = 1, held: int = _HELD, again: bool = Fals
     return [c for c in found if refusal(c) is None and c.rows * c.block <= held]
 
 
-def options(config: Config, m: int, n: int) -> dict[str, Any]:
-    """READ: whether the row is read again after its sums, and else when the weights are, before or after them."""
-    soon = "early" if triton.cdiv(m, config.rows) <= _HIDING else "late"
-    return {"ROWS": config.rows, "BLOCK": config.block, "READ": "again" if n > config.block else soon}
+def options(config: Config, m: int, n: int, itemsize: int, inputs: int = 1) -> dict[str, Any]:
+    """READ: when the weights are read, before or after the sums; or how a row that no registers hold is read again.
+
+    `inputs` are what has rows: of two, what L1 does not hold is read as the sum that was written.
+    """
+    if n > config.block:
+        read = "sum" if inputs > 1 and _l1_rows(n, itemsize, inputs) < 2 else "again"
+    else:
+        read = "early" if triton.cdiv(m, config.rows) <= _HIDING else "late"
+    return {"ROWS": config.rows, "BLOCK": config.block, "READ": read}
+
+
+def _l1_rows(n: int, itemsize: int, inputs: int) -> int:
+    """How many rows L1 holds at a time."""
+    return _L1_BYTES // max(n * itemsize * inputs, 1)
 
 
 def grid(m: int, config: Config) -> tuple[int]:
@@ -108,13 +132,14 @@ def own_rows(m, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _read(x_ptr, r_ptr, sum_ptr, cols, mask, KEEP: tl.constexpr):
-    """x in fp32, or the rounded sum of x and a residual, which is written too. KEEP: it will be read again."""
-    policy: tl.constexpr = "evict_last" if KEEP and r_ptr is None else ""
-    x = tl.load(x_ptr + cols, mask=mask, other=0.0, eviction_policy=policy).to(tl.float32)
+def _read(x_ptr, r_ptr, sum_ptr, cols, mask, POLICY: tl.constexpr):
+    """x in fp32, or the rounded sum of x and a residual, which is written if it has a place."""
+    x = tl.load(x_ptr + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     if r_ptr is not None:
-        total = (x + tl.load(r_ptr + cols, mask=mask, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + cols, total, mask=mask)
+        r = tl.load(r_ptr + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+        total = (x + r).to(x_ptr.dtype.element_ty)
+        if sum_ptr is not None:
+            tl.store(sum_ptr + cols, total, mask=mask)
         x = total.to(tl.float32)
     return x
 
@@ -167,11 +192,12 @@ def normalise(
 ):  # fmt: skip
     """Pointers to x, residual, y, sum and scales are [ROWS, 1]: the starts of rows. What an op has not is None."""
     cols = tl.arange(0, BLOCK)[None, :]
-    if READ != "again":
+    if READ == "early" or READ == "late":
         mask = inside & (cols < n)
-        x = _read(x_ptr, r_ptr, sum_ptr, cols, mask, False)
+        x = _read(x_ptr, r_ptr, sum_ptr, cols, mask, "")
         if READ == "early":
             w, b = _columns(w_ptr, b_ptr, cols, n)  # under way before the sums wait for the row
+        hand_over()
         if CENTRED:
             x = tl.where(mask, x - tl.sum(x, axis=1, keep_dims=True) / n, 0.0)
         rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / n + eps)
@@ -187,32 +213,41 @@ def normalise(
         else:
             tl.store(y_ptr + cols, y, mask=mask)
     else:
-        total = tl.zeros((ROWS, BLOCK), tl.float32)
-        if CENTRED or r_ptr is not None:  # the first reading also makes the sum
+        if CENTRED:
+            total = tl.zeros((ROWS, BLOCK), tl.float32)
             for first in range(0, n, BLOCK):
-                total += _read(x_ptr, r_ptr, sum_ptr, first + cols, inside & (first + cols < n), True)
-            if r_ptr is not None:
-                tl.debug_barrier()  # what other threads wrote is read below
-                x_ptr = sum_ptr
-        mean = tl.sum(total, axis=1, keep_dims=True) / n
+                total += _read(x_ptr, None, None, first + cols, inside & (first + cols < n), "evict_last")
+            mean = tl.sum(total, axis=1, keep_dims=True) / n
         squares = tl.zeros((ROWS, BLOCK), tl.float32)
+        tops = tl.zeros((ROWS, BLOCK), tl.int32)
         for first in range(0, n, BLOCK):
-            x = _centred(x_ptr + first + cols, mean, inside & (first + cols < n), CENTRED, False)
+            mask = inside & (first + cols < n)
+            if READ == "sum":
+                x = _read(x_ptr, r_ptr, sum_ptr, first + cols, mask, "")
+            else:
+                x = _read(x_ptr, r_ptr, None, first + cols, mask, "evict_last")
+            if CENTRED:
+                x = tl.where(mask, x - mean, 0.0)
             squares += x * x
-        rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / n + eps)
-        if PER == "token":
-            amax = tl.zeros((ROWS, 1), tl.int32)
-            for first in range(0, n, BLOCK):
-                mask = inside & (first + cols < n)
-                x = _centred(x_ptr + first + cols, mean, mask, CENTRED, False)
+            if PER == "token":
                 w, b = _columns(w_ptr, b_ptr, first + cols, n)
-                y = _weighted(x * rstd, w, b, b_ptr, offset)
-                amax = tl.maximum(amax, _greatest(y, mask))
-            made = scale(amax, FORMAT, POW2)
+                tops = tl.maximum(tops, magnitude(_weighted(x, w, b, b_ptr, offset)))
+        rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / n + eps)
+        if READ == "sum":
+            tl.debug_barrier()  # what other threads wrote is read below
+        hand_over()
+        if PER == "token":
+            top = tl.max(tops, axis=1, keep_dims=True).to(tl.float32, bitcast=True)
+            made = scale(magnitude(top * rstd), FORMAT, POW2)  # rstd is the whole row's: it changes no order
             tl.store(s_ptr, made, mask=inside)
         for first in range(0, n, BLOCK):
             mask = inside & (first + cols < n)
-            x = _centred(x_ptr + first + cols, mean, mask, CENTRED, True)
+            if READ == "sum":
+                x = _read(sum_ptr, None, None, first + cols, mask, "evict_first")
+            else:
+                x = _read(x_ptr, r_ptr, sum_ptr, first + cols, mask, "evict_first")
+            if CENTRED:
+                x = x - mean
             w, b = _columns(w_ptr, b_ptr, first + cols, n)
             y = _weighted(x * rstd, w, b, b_ptr, offset)
             if PER == "token":
@@ -221,13 +256,3 @@ def normalise(
                 _write_groups(y, y_ptr + first + cols, s_ptr, s_col, first, n, inside, mask, FORMAT, POW2, NATIVE)
             else:
                 tl.store(y_ptr + first + cols, y, mask=mask)
-
-
-@triton.jit
-def _centred(x_ptr, mean, mask, CENTRED: tl.constexpr, LAST: tl.constexpr):
-    """LAST: it will not be read again."""
-    policy: tl.constexpr = "evict_first" if LAST else "evict_last"
-    x = tl.load(x_ptr, mask=mask, other=0.0, eviction_policy=policy).to(tl.float32)
-    if CENTRED:
-        x = tl.where(mask, x - mean, 0.0)
-    return x

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tilery import device
+from tilery.backends import triton_glue
+from tilery.backends.triton_glue import hand_over, take_over
 from tilery.parts import paged_attention
 from tilery.parts.fp8 import ceil_div, power
 from tilery.parts.triton_attention import LOG2E, finish
@@ -23,26 +23,12 @@ EIGHT = tl.constexpr(paged_attention.EIGHT)
 _COMBINED = 1024  # values that a program of `_combine` holds: with 8 a thread, all are asked for at once
 
 
-def dependent(where: torch.device) -> bool:
-    """Whether a launch may begin while the one before it ends, and waits inside: what kernels take as PDL."""
-    present = device.arch(where)
-    return present != "cpu" and int(present.removeprefix("sm_")) >= 90
-
-
 def workspace(splits: int, tokens: int, heads: int, size: int, where: torch.device) -> tuple[TensorSpec, ...]:
     """Parts and stats; none for a single split, which writes what is right itself."""
     if splits == 1:
         return ()
     parts = TensorSpec.contiguous((splits, tokens, heads, size), torch.float32, where)
     return parts, TensorSpec.contiguous((2, splits, tokens, heads), torch.float32, where)
-
-
-@triton.jit
-def wait(PDL: tl.constexpr):
-    """Until all that the launches before have written can be read; the next launch may begin, and wait as well."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -129,12 +115,13 @@ def with_sink(top, total, sink):
     return best, total * shrink + tl.exp2(sink - safe), shrink
 
 
+@triton_glue.early
 @triton.jit(do_not_specialize=("queries", "tokens", "sequences", "splits", "bound", "window"))
 def _combine(
     parts_ptr, stats_ptr, lengths_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr,
     queries, tokens, sequences, splits, bound, window,
     HEADS: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr,
-    SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """A program takes PIECE values of one row; lse [B, H, queries] is given for equal numbers of queries alone."""
     PIECES: tl.constexpr = (D + PIECE - 1) // PIECE
@@ -154,7 +141,8 @@ def _combine(
         live = tl.cdiv(length - first, size)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, cache_modifier=".cg")
-    wait(PDL)
+    take_over()
+    hand_over()
 
     s, d = tl.arange(0, MOST), piece * PIECE + tl.arange(0, PIECE)
     all_rows = tokens.to(tl.int64) * HEADS
@@ -186,12 +174,11 @@ def combination(
     there, tokens, heads, size = parts.shape
     sequences, most = lengths.shape[0], power(splits)
     piece = min(power(size), max(_COMBINED // most, 16))
-    pdl = dependent(parts.device)
     constants = {
         "HEADS": heads, "D": size, "PIECE": piece, "SPLITS": splits, "MOST": most,
         "SEQUENCES": power(sequences) if starts is not None else 1,
-        "BLOCK": block, "LEAST": least, "WINDOW": window > 0, "PDL": pdl,
+        "BLOCK": block, "LEAST": least, "WINDOW": window > 0,
     }  # fmt: skip
     arguments = parts, stats, lengths, starts, sinks, out, lse, queries, tokens, sequences, there, bound, window
-    options = {"num_warps": max(most * piece // 256, 1)} | ({"launch_pdl": True} if pdl else {})
+    options = {"num_warps": max(most * piece // 256, 1)}
     return _combine, (tokens * heads * ceil_div(size, piece),), arguments, constants, options

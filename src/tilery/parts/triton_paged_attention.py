@@ -12,13 +12,14 @@ import triton.language as tl
 
 from tilery import device
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import hand_over, take_over
 from tilery.device import ARCHS
 from tilery.parts import kv_cache, triton_paged
 from tilery.parts.fp8 import ceil_div, power
 from tilery.parts.paged_attention import most_splits
 from tilery.parts.triton_attention import base_2, bent, finish, key_range, seen
 from tilery.parts.triton_fp8 import as_bytes, native
-from tilery.parts.triton_paged import cut, keep, offsets, page_of, sequence, stored, wait, with_sink
+from tilery.parts.triton_paged import cut, keep, offsets, page_of, sequence, stored, with_sink
 from tilery.spec import Artifact, TensorSpec, Work
 
 archs = ARCHS
@@ -182,6 +183,7 @@ def _step(
     return acc, best, total
 
 
+@triton_glue.early
 @triton.jit(do_not_specialize=("queries", "tokens", "splits", "bound", "window"))
 def _attend(
     q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, starts_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr,
@@ -191,13 +193,14 @@ def _attend(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
-    PLAIN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FAR: tl.constexpr, PDL: tl.constexpr,
+    PLAIN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     # Programs run together that read the keys of all heads, which lie side by side, for all tiles.
     kv_head, tile = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     split, b = tl.program_id(1), tl.program_id(2)
     wide = tl.full((), 1, tl.int64)  # offsets pass 2**31
-    wait(PDL)
+    take_over()
+    hand_over()
     length, count, first_token = sequence(lengths_ptr, starts_ptr, b, queries, bound)
     first_row = tile * BLOCK_M
     row = first_row + tl.arange(0, BLOCK_M)
@@ -320,7 +323,6 @@ def _launches(outs, p: Problem, config: Config, parts: Any = None, stats: Any = 
         p.queries, p.tokens, splits, p.bound, p.window, scale, float(p.softcap), *strides,
     )  # fmt: skip
     per_head = [scale is not None and scale.shape[0] > 1 for scale in (p.k_scale, p.v_scale)]
-    pdl = triton_paged.dependent(p.q.device)
     constants = {
         "KV_HEADS": p.kv_heads, "GROUP": p.heads // p.kv_heads, "D": p.size,
         "PAGE": 0 if p.table is None else int(p.k_cache.shape[1]),
@@ -329,9 +331,9 @@ def _launches(outs, p: Problem, config: Config, parts: Any = None, stats: Any = 
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_D": width(p.size),
         "SPLITS": config.splits if splits > 1 else 1, "LEAST": config.least,
         "PLAIN": config.block_m >= 64, "WINDOW": p.window > 0, "SOFTCAP": p.softcap > 0,
-        "FAR": p.k_cache.stride(1) * config.block_n >= 2**30, "PDL": pdl,
+        "FAR": p.k_cache.stride(1) * config.block_n >= 2**30,
     }  # fmt: skip
-    options = config.options() | ({"launch_pdl": True} if pdl else {})
+    options = config.options()
     grid = tiles * p.kv_heads, splits, sequences
     made: list[tuple[Any, ...]] = [(_attend, grid, arguments, constants, options)]
     if parts is not None:
@@ -349,4 +351,4 @@ def compile(p: Problem, outs: tuple[TensorSpec, ...], config: Config, arch: str)
 
 def run(p: Problem, outs: tuple[torch.Tensor, ...], config: Config, *kept: torch.Tensor) -> None:
     for kernel, grid, given, how, options in _launches(outs, p, config, *kept):
-        kernel[grid](*given, **how, **options)
+        triton_glue.launch(kernel, grid, given, how, options)

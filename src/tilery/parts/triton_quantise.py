@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import hand_over, take_over
 from tilery.parts import fp8, triton_fp8
 from tilery.parts.rows import rows
 from tilery.parts.triton_fp8 import magnitude, quantise, scale
@@ -27,7 +28,7 @@ class Call(NamedTuple):
         return triton_glue.compile(self.kernel, self.arguments, self.constants, config.options, arch)
 
     def run(self, config: Config) -> None:
-        self.kernel[self.grid](*self.arguments, **self.constants, **config.options)
+        triton_glue.launch(self.kernel, self.grid, self.arguments, self.constants, config.options)
 
 
 def _block(k: int) -> int:
@@ -65,6 +66,7 @@ def _read(x_ptr, u_ptr, x_at, u_at, mask, GATED: tl.constexpr):
     return x
 
 
+@triton_glue.early
 @triton.jit
 def _groups(
     x_ptr, u_ptr, v_ptr, s_ptr,
@@ -73,16 +75,19 @@ def _groups(
     PLACE: tl.constexpr,
 ):  # fmt: skip
     """A program takes neighbouring groups of a row."""
+    take_over()
     row, block = own_place(k, BLOCK, PLACE)
     group = block * (BLOCK // _GROUP) + tl.arange(0, BLOCK // _GROUP)
     cols = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     mask = within(cols, k, PLACE)
     y = _read(x_ptr, u_ptr, row * x_stride + cols, row * u_stride + u_start + cols, mask, GATED)
+    hand_over()
     made = scale(tl.max(magnitude(y), axis=1), FORMAT, POW2)
     tl.store(s_ptr + row * s_row + group * s_column, made, mask=within(group, groups, PLACE))
     tl.store(v_ptr + row * k + cols, quantise(y * (1 / made)[:, None], FORMAT, NATIVE), mask=mask)
 
 
+@triton_glue.early
 @triton.jit
 def _tokens(
     x_ptr, u_ptr, v_ptr, s_ptr, x_stride, u_stride, u_start, k,
@@ -90,11 +95,13 @@ def _tokens(
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     """A program takes a row: once where its registers hold it, else twice."""
+    take_over()
     row = tl.program_id(0).to(tl.int64)
     x_ptr, u_ptr, v_ptr = x_ptr + row * x_stride, u_ptr + row * u_stride + u_start, v_ptr + row * k
     cols = tl.arange(0, BLOCK)
     if WHOLE:
         y = _read(x_ptr, u_ptr, cols, cols, cols < k, GATED)
+        hand_over()
         made = scale(tl.max(magnitude(y), axis=0), FORMAT, POW2)
         tl.store(v_ptr + cols, quantise(y * (1 / made), FORMAT, NATIVE), mask=cols < k)
     else:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import hand_over, take_over
 from tilery.device import ARCHS
 from tilery.parts.heads import heads
 from tilery.spec import Artifact, TensorSpec
@@ -128,6 +129,7 @@ def turn(
     store_pairs(y, mask, a * cos - b * sin, b * cos + a * sin, HALF, BLOCK, INTERLEAVED)
 
 
+@triton_glue.early
 @triton.jit(do_not_specialize=("tokens", "table"))  # they change from call to call
 def _rope(
     q_ptr, k_ptr, cos_ptr, sin_ptr, positions_ptr, q_weight_ptr, k_weight_ptr,
@@ -137,6 +139,8 @@ def _rope(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     BLOCK: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
+    take_over()
+    hand_over()
     Q_BLOCKS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     BLOCKS: tl.constexpr = Q_BLOCKS + (K_HEADS + HEADS - 1) // HEADS
     token = tl.program_id(0) // BLOCKS
@@ -175,7 +179,7 @@ class Launch(NamedTuple):
     grid: tuple[int]
 
     def run(self) -> None:
-        _rope[self.grid](*self.arguments, **self.constants, **self.options)
+        triton_glue.launch(_rope, self.grid, self.arguments, self.constants, self.options)
 
     def compile(self, arch: str) -> Artifact:
         return triton_glue.compile(_rope, self.arguments, self.constants, self.options, arch)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import hand_over, take_over
 from tilery.device import ARCHS
 from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
@@ -17,6 +18,7 @@ archs = ARCHS
 _MOST_VALUES = 128  # a lane: of 255 registers; the rest hold addresses
 _WHOLE = 32768  # the longest row that waits in registers: 64 values a lane with 16 warps
 _BLOCK = 8192  # of a row too long for that
+_FEW = 1024
 _BUSY = 264  # programs that keep an H200 busy: two for each of its processors
 
 
@@ -44,7 +46,7 @@ def default(x: TensorSpec) -> Config:
     m, n, _ = rows(x)
     block = triton.next_power_of_2(max(n, 1))
     if block <= _WHOLE:
-        most = min(block // 256, 4) if m <= _BUSY else 1  # 1 × 1024 on an H200: 1.44 µs with four warps, 1.53 with two
+        most = min(block // 256, 4) if m <= _FEW else 1  # 1 × 1024 on an H200: 1.44 µs with four warps, 1.53 with two
         return Config(block, num_warps=min(max(block // 512, most, 1), 16))
     splits = 1
     while m * splits < _BUSY // 2 and 2 * splits * _BLOCK <= block:  # few long rows would leave processors idle
@@ -119,27 +121,34 @@ def _write(x_ptr, y_ptr, first, last, top, total, BLOCK: tl.constexpr, LOG: tl.c
         tl.store(y_ptr + cols, _result(x, top, total, LOG), mask=mask)
 
 
+@triton_glue.early
 @triton.jit
 def _whole(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr, LOG: tl.constexpr):
+    take_over()
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride overflows int32 past 2**31 elements
     cols = tl.arange(0, BLOCK)
     mask = cols < n
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=-float("inf")).to(tl.float32)
+    hand_over()
     top = tl.max(x, axis=0)  # drops NaN; the sum carries it to the whole row
     total = tl.sum(tl.exp(x - top), axis=0)
     tl.store(y_ptr + row * n + cols, _result(x, top, total, LOG), mask=mask)
 
 
+@triton_glue.early
 @triton.jit
 def _blocks(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr, PARTS: tl.constexpr, LOG: tl.constexpr):
+    take_over()
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     top, total, _ = row_sums(x_ptr, 0, n, BLOCK, PARTS, True)
     _write(x_ptr, y_ptr + row * n, 0, n, top, total, BLOCK, LOG)
 
 
+@triton_glue.early
 @triton.jit
 def _sum_pieces(x_ptr, sums_ptr, x_stride, m, n, piece, BLOCK: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr):
+    take_over()
     row, split = (tl.program_id(0) // SPLITS).to(tl.int64), tl.program_id(0) % SPLITS
     first = split * piece
     top, total, _ = row_sums(x_ptr + row * x_stride, first, min(first + piece, n), BLOCK, PARTS, True)
@@ -147,10 +156,12 @@ def _sum_pieces(x_ptr, sums_ptr, x_stride, m, n, piece, BLOCK: tl.constexpr, PAR
     tl.store(sums_ptr + m * SPLITS + tl.program_id(0), total)
 
 
+@triton_glue.early
 @triton.jit
 def _write_pieces(
     x_ptr, sums_ptr, y_ptr, x_stride, m, n, piece, BLOCK: tl.constexpr, SPLITS: tl.constexpr, LOG: tl.constexpr
 ):
+    take_over()
     row, split = (tl.program_id(0) // SPLITS).to(tl.int64), tl.program_id(0) % SPLITS
     pieces = row * SPLITS + tl.arange(0, SPLITS)
     tops = tl.load(sums_ptr + pieces)
@@ -185,4 +196,4 @@ def compile(outs: Any, x: TensorSpec, config: Config, arch: str, log: bool) -> A
 
 def run(outs: Any, x: Any, config: Config, log: bool, sums: Any = None) -> None:
     for kernel, programs, arguments, constants in _launches(outs, x, config, log, sums):
-        kernel[(programs,)](*arguments, **constants, num_warps=config.num_warps)
+        triton_glue.launch(kernel, (programs,), arguments, constants, {"num_warps": config.num_warps})

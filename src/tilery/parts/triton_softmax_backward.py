@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.device import ARCHS
 from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
@@ -58,8 +59,10 @@ def _result(dy, y, total, LOG: tl.constexpr):
     return dy - tl.exp(y) * total if LOG else y * (dy - total)
 
 
+@triton_glue.early
 @triton.jit
 def _whole(dy_ptr, y_ptr, dx_ptr, dy_stride, y_stride, n, BLOCK: tl.constexpr, LOG: tl.constexpr):
+    take_over()
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride overflows int32 past 2**31 elements
     cols = tl.arange(0, BLOCK)
     mask = cols < n
@@ -69,8 +72,10 @@ def _whole(dy_ptr, y_ptr, dx_ptr, dy_stride, y_stride, n, BLOCK: tl.constexpr, L
     tl.store(dx_ptr + row * n + cols, _result(dy, y, total, LOG), mask=mask)
 
 
+@triton_glue.early
 @triton.jit
 def _blocks(dy_ptr, y_ptr, dx_ptr, dy_stride, y_stride, n, BLOCK: tl.constexpr, LOG: tl.constexpr):
+    take_over()
     row = tl.program_id(0).to(tl.int64)
     dy_ptr += row * dy_stride
     y_ptr += row * y_stride
@@ -104,4 +109,4 @@ def compile(outs: Any, dy: TensorSpec, y: TensorSpec, config: Config, arch: str,
 
 def run(outs: Any, dy: Any, y: Any, config: Config, log: bool) -> None:
     kernel, arguments, constants = _launch(outs, dy, y, config, log)
-    kernel[(rows(dy).m,)](*arguments, **constants, num_warps=config.num_warps)
+    triton_glue.launch(kernel, (rows(dy).m,), arguments, constants, {"num_warps": config.num_warps})

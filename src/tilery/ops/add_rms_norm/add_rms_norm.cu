@@ -1,17 +1,6 @@
 // Sums in registers, add_rms_norm; read again, add_rms_norm_long; or in shared memory, add_rms_norm_ring.
 #include "tilery_ring.cuh"
 
-// x + r, rounded and written.
-template <typename T, int VEC>
-__device__ Pack<T, VEC> add(const Pack<T, VEC>& x, const Pack<T, VEC>& r, T* total) {
-    float values[VEC];
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) values[i] = static_cast<float>(x.at[i]) + static_cast<float>(r.at[i]);
-    const auto sum = Pack<T, VEC>::rounded(values);
-    sum.to_global(total);
-    return sum;
-}
-
 template <typename T, int VEC, int STEPS, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS) add_rms_norm(
     const T* x, const T* r, const T* w, T* y, T* total, i64 x_stride, i64 r_stride, i64 m, i64 n, float eps,

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.ops.add_rms_norm_fp8 import outputs
 from tilery.parts import triton_fp8, triton_norms
 from tilery.parts.rows import rows
@@ -18,19 +19,21 @@ def refusal(x: TensorSpec, residual, weight, per, layout, pow2, format, config: 
 
 
 def default(x: TensorSpec, residual, weight, per, layout, pow2, format) -> Config:
-    return triton_norms.default(x, triton_norms.least_block(per))
+    return triton_norms.default(x, **triton_norms.blocks(per))
 
 
 def configs(x: TensorSpec, residual, weight, per, layout, pow2, format) -> list[Config]:
-    return triton_norms.configs(x, triton_norms.least_block(per))
+    return triton_norms.configs(x, **triton_norms.blocks(per))
 
 
+@triton_glue.early
 @triton.jit(do_not_specialize=["m"])
 def _add_rms_norm_fp8(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, sum_ptr, x_stride, r_stride, s_stride, s_step, m, n, eps, offset,
     PER: tl.constexpr, FORMAT: tl.constexpr, POW2: tl.constexpr, NATIVE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
+    take_over()
     row, inside = own_rows(m, ROWS)
     x_row, r_row, sum_row = x_ptr + row * x_stride, r_ptr + row * r_stride, sum_ptr + row * n
     y_row, s_row = y_ptr + row * n, s_ptr + row * s_stride
@@ -48,7 +51,7 @@ def _arguments(config: Config, outs, x, residual, weight, eps, offset, per, layo
     tensors = x, residual, weight, triton_fp8.as_bytes(values), scales, total
     arguments = *tensors, *strides, m, n, float(eps), float(offset)
     constants = {"PER": per, "FORMAT": format, "POW2": pow2, "NATIVE": triton_fp8.native(x.device)}
-    return m, arguments, constants | triton_norms.options(config, m, n)
+    return m, arguments, constants | triton_norms.options(config, m, n, x.dtype.itemsize, inputs=2)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
@@ -60,4 +63,5 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 def run(outs, args, config: Config) -> None:
     m, arguments, constants = _arguments(config, outs, *args)
-    _add_rms_norm_fp8[triton_norms.grid(m, config)](*arguments, **constants, num_warps=config.num_warps)
+    options = {"num_warps": config.num_warps}
+    triton_glue.launch(_add_rms_norm_fp8, triton_norms.grid(m, config), arguments, constants, options)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.device import ARCHS
 from tilery.ops.argmax import outputs
 from tilery.parts.rows import rows
@@ -38,8 +39,10 @@ def configs(logits: TensorSpec) -> list[Config]:
     return [c for c in dict.fromkeys(found) if refusal(logits, c) is None]
 
 
+@triton_glue.early
 @triton.jit
 def _argmax(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr):
+    take_over()
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride overflows int32 past 2**31 elements
     x_ptr += row * x_stride
     best = tl.full((BLOCK,), -(2**31), tl.int32)
@@ -65,4 +68,5 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 
 def run(outs, args, config: Config) -> None:
-    _argmax[(rows(args[0]).m,)](*_arguments(outs, *args), BLOCK=config.block, num_warps=config.num_warps)
+    arguments, options = _arguments(outs, *args), {"num_warps": config.num_warps}
+    triton_glue.launch(_argmax, (rows(args[0]).m,), arguments, {"BLOCK": config.block}, options)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.ops.cast import outputs
 from tilery.parts import fp8, triton_fp8, triton_pieces
 from tilery.parts.rows import joined
@@ -26,11 +27,13 @@ def configs(x: TensorSpec, dtype: str) -> list[Config]:
     return triton_pieces.configs()
 
 
+@triton_glue.early
 @triton.jit
 def _cast(
     x_ptr, y_ptr, x_stride, n,
     FROM_FP8: tl.constexpr, TO_FP8: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
+    take_over()
     row, start, cols, mask = piece(n, BLOCK, PLACE)
     x = tl.load(x_ptr + row * x_stride + start + cols, mask=mask)
     x = x.to(tl.float32) if FROM_FP8 is None else widen(x, FROM_FP8, NATIVE)
@@ -60,4 +63,4 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 def run(outs, args, config: Config) -> None:
     grid, arguments, constants = _call(outs, config, args[0])
-    _cast[grid](*arguments, **constants, **config.options)
+    triton_glue.launch(_cast, grid, arguments, constants, config.options)

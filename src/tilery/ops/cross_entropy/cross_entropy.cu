@@ -1,16 +1,19 @@
 // A block or a cluster of blocks per row, which is read once: threads keep a maximum and sums of their own until its end,
-// where every warp gives its own to the first block. A row to ignore is not read, unless `eager`: then no row waits for its
-// target.
+// where every warp gives its own to the first block. Of short rows a block takes several, each warp its own. A row to ignore
+// is not read, unless `eager`: then no row waits for its target.
 #include "tilery_rows.cuh"
 
-template <typename T, int VEC, int THREADS, int BLOCKS>
-__global__ void __launch_bounds__(THREADS) cross_entropy(
-    const T* logits, const i64* targets, float* losses, float* lses, i64 stride, i64 n, i64 ignored, float smoothing,
-    float z_loss, int eager) {
+template <typename T, int VEC, int THREADS, int BLOCKS, int ROWS>
+__global__ void __launch_bounds__(THREADS* ROWS) cross_entropy(
+    const T* logits, const i64* targets, float* losses, float* lses, i64 stride, i64 m, i64 n, i64 ignored,
+    float smoothing, float z_loss, int eager) {
     constexpr int WARPS = THREADS / 32;
+    static_assert(ROWS == 1 || THREADS * BLOCKS == 32);
     __shared__ float4 parts[BLOCKS * WARPS];
     Cluster<BLOCKS>::begin();
-    const i64 row = blockIdx.x / BLOCKS, target = targets[row];
+    const i64 row = ROWS > 1 ? i64{blockIdx.x} * ROWS + threadIdx.x / 32 : blockIdx.x / BLOCKS;
+    if (ROWS > 1 && row >= m) return;
+    const i64 target = targets[row];
     logits += row * stride;
     Exponentials<T> own;
     float plain = 0.0f, picked = __int_as_float(0x7fffffff);  // NaN, where the target is no class
@@ -21,23 +24,25 @@ __global__ void __launch_bounds__(THREADS) cross_entropy(
             if (smoothing > 0)
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) plain += static_cast<float>(pack.at[i]);
-        });
-    const float warp_top = reduce_warp<Max>(own.top), warp_sum = reduce_warp<Sum>(own.below(warp_top));
+        }, threadIdx.x % THREADS);
+    float top = reduce_warp<Max>(own.top), sum = reduce_warp<Sum>(own.below(top));
     if (smoothing > 0) plain = reduce_warp<Sum>(plain);
-    const int warp = Cluster<BLOCKS>::rank() * WARPS + threadIdx.x / 32;
-    Cluster<BLOCKS>::give_first(parts + warp, {warp_top, warp_sum, plain}, threadIdx.x % 32 == 0);
-    if (warp) return;
-    Exponentials<T> all;
-    plain = 0.0f;
-    for (int w = threadIdx.x; w < BLOCKS * WARPS; w += 32) {
-        const float top = fmaxf(all.top, parts[w].x);
-        all.sum = all.below(top) + parts[w].y * expf(parts[w].x - top);
-        all.top = top;
-        plain += parts[w].z;
+    if constexpr (BLOCKS * WARPS > 1) {
+        const int warp = Cluster<BLOCKS>::rank() * WARPS + threadIdx.x / 32;
+        Cluster<BLOCKS>::give_first(parts + warp, {top, sum, plain}, threadIdx.x % 32 == 0);
+        if (warp) return;
+        Exponentials<T> all;
+        plain = 0.0f;
+        for (int w = threadIdx.x; w < BLOCKS * WARPS; w += 32) {
+            const float more = fmaxf(all.top, parts[w].x);
+            all.sum = all.below(more) + parts[w].y * expf(parts[w].x - more);
+            all.top = more;
+            plain += parts[w].z;
+        }
+        top = reduce_warp<Max>(all.top), sum = reduce_warp<Sum>(all.below(top));
+        if (smoothing > 0) plain = reduce_warp<Sum>(plain);
     }
-    const float top = reduce_warp<Max>(all.top), sum = reduce_warp<Sum>(all.below(top));
-    if (smoothing > 0) plain = reduce_warp<Sum>(plain);
-    if (threadIdx.x) return;
+    if (threadIdx.x % 32) return;
     const float lse = isinf(top) ? top : top + logf(sum);
     const float smooth = smoothing > 0 ? smoothing * (plain / n) : 0.0f;
     losses[row] = target == ignored ? 0.0f : lse - (1 - smoothing) * picked - smooth + z_loss * lse * lse;

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import hand_over, take_over
 from tilery.device import ARCHS
 from tilery.ops.cross_entropy import outputs
 from tilery.parts import triton_losses
@@ -33,8 +34,11 @@ def refusal(logits: TensorSpec, targets: TensorSpec, config: Config | None = Non
 
 def default(logits: TensorSpec, targets: TensorSpec) -> Config:
     block = min(triton.next_power_of_2(logits.shape[-1]), 8192)
-    each, most = (256, 16) if rows(logits).m <= FEW else (512, 8)
-    return Config(block, num_warps=min(max(block // each, 1), most))
+    if rows(logits).m > FEW:
+        return Config(block, num_warps=min(max(block // 512, 1), 8))
+    each = 1024 if logits.shape[-1] % 16 == 0 else 256  # fewer where each is an access of its own
+    # 1 × 1024 on an H200: 1.47 µs with four warps, 1.59 with two; 16 × 4096: 2.3 with four, 2.7 with eight
+    return Config(block, num_warps=min(max(block // each, min(block // 256, 4), 1), 16))
 
 
 def configs(logits: TensorSpec, targets: TensorSpec) -> list[Config]:
@@ -45,6 +49,7 @@ def configs(logits: TensorSpec, targets: TensorSpec) -> list[Config]:
 
 @triton.jit
 def _of_row(logits_ptr, target, n, label_smoothing, z_loss, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    hand_over()
     inside = (target >= 0) & (target < n)
     picked = tl.load(logits_ptr + target, mask=inside, other=float("nan")).to(tl.float32)  # under way before sums wait
     top, total, plain = row_sums(logits_ptr, 0, n, BLOCK, PARTS, False)
@@ -52,11 +57,13 @@ def _of_row(logits_ptr, target, n, label_smoothing, z_loss, BLOCK: tl.constexpr,
     return triton_losses.loss(lse, picked, plain, n, label_smoothing, z_loss), lse
 
 
+@triton_glue.early
 @triton.jit(do_not_specialize=["ignore_index"])
 def _cross_entropy(
     logits_ptr, targets_ptr, loss_ptr, lse_ptr, stride, n, ignore_index, label_smoothing, z_loss,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
+    take_over()
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride overflows int32 past 2**31 elements
     target = tl.load(targets_ptr + row)
     logits_ptr += row * stride
@@ -88,4 +95,5 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 def run(outs, args, config: Config) -> None:
     grid = (rows(args[0]).m,)
-    _cross_entropy[grid](*_arguments(outs, *args), **_constants(args[0], config), num_warps=config.num_warps)
+    arguments, options = _arguments(outs, *args), {"num_warps": config.num_warps}
+    triton_glue.launch(_cross_entropy, grid, arguments, _constants(args[0], config), options)

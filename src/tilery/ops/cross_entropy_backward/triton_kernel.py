@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.device import ARCHS
 from tilery.ops.cross_entropy_backward import outputs
 from tilery.parts.rows import rows
@@ -38,11 +39,13 @@ def configs(
     return [Config(block, warps) for block in (1024, 2048, 4096, 8192) for warps in (4, 8)]
 
 
+@triton_glue.early
 @triton.jit(do_not_specialize=["ignore_index"])
 def _cross_entropy_backward(
     dloss_ptr, dlse_ptr, logits_ptr, targets_ptr, lse_ptr, out_ptr, stride, n, ignore_index, label_smoothing, z_loss,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    take_over()
     blocks = tl.cdiv(n, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)  # int64: row * stride overflows int32 past 2**31 elements
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -70,4 +73,5 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 def run(outs, args, config: Config) -> None:
     m, n, _ = rows(args[2])
     grid = (m * triton.cdiv(n, config.block),)
-    _cross_entropy_backward[grid](*_arguments(outs, *args), BLOCK=config.block, num_warps=config.num_warps)
+    arguments, options = _arguments(outs, *args), {"num_warps": config.num_warps}
+    triton_glue.launch(_cross_entropy_backward, grid, arguments, {"BLOCK": config.block}, options)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.ops.dequantize_fp8 import outputs
 from tilery.parts import fp8, triton_fp8, triton_pieces
 from tilery.parts.rows import rows
@@ -30,11 +31,13 @@ def configs(values: TensorSpec, scales: TensorSpec, per: str, dtype: str) -> lis
     return triton_pieces.configs()
 
 
+@triton_glue.early
 @triton.jit
 def _dequantize(
     v_ptr, s_ptr, y_ptr, v_stride, s_row, s_column, groups, k,
     HIGH: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
+    take_over()
     row, block = own_place(k, BLOCK, PLACE)
     group = block * (BLOCK // _GROUP) + tl.arange(0, BLOCK // _GROUP)
     scale = tl.load(s_ptr + row // HIGH * s_row + group * s_column, mask=within(group, groups, PLACE))
@@ -64,4 +67,4 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 def run(outs, args, config: Config) -> None:
     grid, arguments, constants = _call(outs, config, *args)
-    _dequantize[grid](*arguments, **constants, **config.options)
+    triton_glue.launch(_dequantize, grid, arguments, constants, config.options)

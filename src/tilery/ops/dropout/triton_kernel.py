@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.ops.dropout import factor, outputs
 from tilery.parts import philox, triton_pieces
 from tilery.parts.rows import joined
@@ -35,11 +36,13 @@ def _words(counter, key0, key1):
     return tl.philox(seed, low, (counter >> 32).to(tl.uint32), low * 0, low * 0)
 
 
+@triton_glue.early
 @triton.jit(do_not_specialize=["key0", "key1"])
 def _dropout(
     x_ptr, y_ptr, x_stride, n, key0, key1, p, scale,
     QUADS: tl.constexpr, BLOCK: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
+    take_over()
     row, start, cols, mask = piece(n, BLOCK, PLACE)
     x = tl.load(x_ptr + row * x_stride + start + cols, mask=mask).to(tl.float32)
     first = row * n + start
@@ -70,4 +73,4 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 def run(outs, args, config: Config) -> None:
     grid, arguments, constants = _call(outs, config, *args)
-    _dropout[grid](*arguments, **constants, **config.options)
+    triton_glue.launch(_dropout, grid, arguments, constants, config.options)

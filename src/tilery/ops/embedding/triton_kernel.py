@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.ops.embedding import outputs
 from tilery.parts import triton_pieces
 from tilery.parts.triton_pieces import Config, archs, piece
@@ -26,8 +27,10 @@ def configs(ids: TensorSpec, table: TensorSpec) -> list[Config]:
     return triton_pieces.configs()
 
 
+@triton_glue.early
 @triton.jit
 def _embedding(i_ptr, t_ptr, y_ptr, t_stride, v, n, BLOCK: tl.constexpr, PLACE: tl.constexpr):
+    take_over()
     row, start, cols, mask = piece(n, BLOCK, PLACE)
     index = tl.load(i_ptr + row).to(tl.int64)
     inside = (index >= 0) & (index < v)
@@ -49,4 +52,4 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 def run(outs, args, config: Config) -> None:
     grid, arguments, constants = _call(outs, config, *args)
-    _embedding[grid](*arguments, **constants, **config.options)
+    triton_glue.launch(_embedding, grid, arguments, constants, config.options)

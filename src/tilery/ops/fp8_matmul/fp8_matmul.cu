@@ -144,7 +144,6 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 64) fp8_matmul_few(
     __syncwarp();
     Cluster<SPLITS>::begin();
     __syncthreads();
-    take_over();
     float sums[COUNT] = {};
     if (warp == WARPGROUPS * 4) {
         if (lane == 0) {

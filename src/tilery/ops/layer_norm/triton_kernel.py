@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.ops.layer_norm import outputs
 from tilery.parts import triton_norms
 from tilery.parts.rows import rows
@@ -25,11 +26,13 @@ def configs(x: TensorSpec, weight: TensorSpec, bias: TensorSpec) -> list[Config]
     return triton_norms.configs(x)
 
 
+@triton_glue.early
 @triton.jit(do_not_specialize=["m"])
 def _layer_norm(
     x_ptr, w_ptr, b_ptr, y_ptr, x_stride, m, n, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
+    take_over()
     row, inside = own_rows(m, ROWS)
     x_row, y_row = x_ptr + row * x_stride, y_ptr + row * n
     normalise(x_row, None, w_ptr, b_ptr, y_row, None, None, 0, inside, n, eps, 0.0, ROWS, BLOCK, READ, CENTRED=True)
@@ -38,7 +41,7 @@ def _layer_norm(
 def _arguments(config: Config, outs, x, weight, bias, eps=1e-5):
     """Of tensors for `run` and of specs for `compile`: rows, launch arguments and constants."""
     m, n, stride = rows(x)
-    return m, (x, weight, bias, outs[0], stride, m, n, float(eps)), triton_norms.options(config, m, n)
+    return m, (x, weight, bias, outs[0], stride, m, n, float(eps)), triton_norms.options(config, m, n, x.dtype.itemsize)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
@@ -48,4 +51,5 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 def run(outs, args, config: Config) -> None:
     m, arguments, constants = _arguments(config, outs, *args)
-    _layer_norm[triton_norms.grid(m, config)](*arguments, **constants, num_warps=config.num_warps)
+    options = {"num_warps": config.num_warps}
+    triton_glue.launch(_layer_norm, triton_norms.grid(m, config), arguments, constants, options)

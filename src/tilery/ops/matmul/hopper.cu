@@ -149,7 +149,6 @@ __device__ __forceinline__ void multiply_few(const TensorMap& a_map, const Tenso
     __syncwarp();
     Cluster<SPLITS>::begin();
     __syncthreads();
-    take_over();
     float sums[HALVES][Tile::COUNT];
     if (warp == WARPGROUPS * 4) {
         if (lane == 0) {

@@ -13,11 +13,12 @@ import triton.language as tl
 
 from tilery import device
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import hand_over, take_over
 from tilery.device import ARCHS
 from tilery.ops.mla_decode import Sizes, outputs, sizes
 from tilery.parts import triton_paged
 from tilery.parts.triton_attention import LOG2E, finish
-from tilery.parts.triton_paged import cut, keep, offsets, page_of, wait
+from tilery.parts.triton_paged import cut, keep, offsets, page_of
 from tilery.parts.triton_tiles import far
 from tilery.spec import Artifact, TensorSpec, Work
 
@@ -147,20 +148,22 @@ def _weighted(acc, weights, keys, SWAPPED: tl.constexpr):
     return acc
 
 
+@triton_glue.early
 @triton.jit(do_not_specialize=("sequences", "splits", "bound"))
 def _attend(
     q_ptr, q_rope_ptr, cache_ptr, lengths_ptr, table_ptr, out_ptr, lse_ptr, parts_ptr, stats_ptr,
     scale, sequences, splits, bound, q_batch, q_token, q_head, r_batch, r_token, r_head, c_block, c_token, t_batch,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SWAPPED: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
-    DEPTH: tl.constexpr, FAR: tl.constexpr, PDL: tl.constexpr,
+    DEPTH: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     ROW: tl.constexpr = 1 if SWAPPED else 0  # the axis of rows in a tile of scores, and of keys
     KEY: tl.constexpr = 1 - ROW
     AHEAD: tl.constexpr = PAGE >= KEYS  # a tile's page is asked for a turn before; of several a stage takes care
     blocks = tl.cdiv(QUERIES * HEADS, ROWS)  # neighbours take the same keys, from L2
     b, split = tl.program_id(0) // (blocks * splits), tl.program_id(0) // blocks % splits
-    wait(PDL)
+    take_over()
+    hand_over()
     length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 0), bound)
     _, size = cut(length, QUERIES, 0, SPLITS, CHUNK, 1, False)
     first, last = split * size, tl.minimum(split * size + size, length)
@@ -227,7 +230,7 @@ def _attend(
 
 def _launches(config: Config, outs, q, q_rope, cache, lengths, block_table, scale, parts=None, stats=None):
     """Kernel, grid, arguments, constants and options of each launch; of tensors for `run`, of specs for `compile`."""
-    s, pdl = sizes(q, q_rope, cache, block_table), triton_paged.dependent(q.device)
+    s = sizes(q, q_rope, cache, block_table)
     splits = _splits(s, config)
     strides = [x.stride(d) for x in (q, q_rope) for d in (0, 1, 2)] + [cache.stride(0), cache.stride(1)]
     table = 0 if block_table is None else block_table.stride(0)
@@ -239,10 +242,10 @@ def _launches(config: Config, outs, q, q_rope, cache, lengths, block_table, scal
         "QUERIES": s.queries, "HEADS": s.heads, "LATENT": s.latent, "ROPE": s.rope, "PAGE": s.block,
         "ROWS": config.rows, "KEYS": config.keys, "SWAPPED": config.swapped, "CHUNK": config.chunk,
         "SPLITS": config.splits, "DEPTH": min(s.latent, 32) if q.dtype == torch.float32 else s.latent,
-        "FAR": far(cache.stride(1)), "PDL": pdl,
+        "FAR": far(cache.stride(1)),
     }  # fmt: skip
     grid = (s.batch * splits * triton.cdiv(s.queries * s.heads, config.rows),)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages} | ({"launch_pdl": True} if pdl else {})
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     yield _attend, grid, arguments, constants, options
     if splits > 1:
         cuts = s.queries, s.bound, 0, config.splits, config.chunk, 1
@@ -256,4 +259,4 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 def run(outs, args, config: Config, *kept) -> None:
     for kernel, grid, arguments, constants, options in _launches(config, outs, *args, *kept):
-        kernel[grid](*arguments, **constants, **options)
+        triton_glue.launch(kernel, grid, arguments, constants, options)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.device import ARCHS
 from tilery.ops.quantize_fp8 import outputs
 from tilery.parts import fp8, triton_fp8, triton_quantise
@@ -41,11 +42,13 @@ def workspace(x: TensorSpec, per: str, layout: str, pow2: bool, format: str, con
     return (TensorSpec.contiguous((_MOST_PARTS,), torch.int32, x.device),) if per == "tensor" else ()
 
 
+@triton_glue.early
 @triton.jit
 def _blocks(
     x_ptr, v_ptr, s_ptr, x_stride, m, k, across,
     FORMAT: tl.constexpr, POW2: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
+    take_over()
     down = tl.program_id(0) // across
     lines = (down * _GROUP + tl.arange(0, _GROUP)).to(tl.int64)[:, None]
     cols = (tl.program_id(0) % across * _GROUP + tl.arange(0, _GROUP))[None, :]
@@ -56,8 +59,10 @@ def _blocks(
     tl.store(v_ptr + lines * k + cols, quantise(x * (1 / made), FORMAT, NATIVE), mask=mask)
 
 
+@triton_glue.early
 @triton.jit
 def _greatest(x_ptr, part_ptr, x_stride, m, n, BLOCK: tl.constexpr):
+    take_over()
     cols = tl.arange(0, BLOCK)
     tops = tl.zeros([BLOCK], tl.int32)
     blocks = tl.cdiv(n, BLOCK)
@@ -68,12 +73,14 @@ def _greatest(x_ptr, part_ptr, x_stride, m, n, BLOCK: tl.constexpr):
     tl.store(part_ptr + tl.program_id(0), tl.max(tops, axis=0))
 
 
+@triton_glue.early
 @triton.jit
 def _with_one_scale(
     x_ptr, part_ptr, v_ptr, s_ptr, x_stride, parts, n,
     FORMAT: tl.constexpr, POW2: tl.constexpr, NATIVE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
     PLACE: tl.constexpr,
 ):  # fmt: skip
+    take_over()
     every = tl.arange(0, MOST)
     made = scale(tl.max(tl.load(part_ptr + every, mask=every < parts, other=0), axis=0), FORMAT, POW2)
     if tl.program_id(0) + tl.program_id(1) == 0:

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.ops.relu_squared import outputs
 from tilery.parts import triton_pieces
 from tilery.parts.rows import joined
@@ -25,8 +26,10 @@ def configs(x: TensorSpec) -> list[Config]:
     return triton_pieces.configs()
 
 
+@triton_glue.early
 @triton.jit
 def _relu_squared(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr, PLACE: tl.constexpr):
+    take_over()
     row, start, cols, mask = piece(n, BLOCK, PLACE)
     x = tl.load(x_ptr + row * x_stride + start + cols, mask=mask).to(tl.float32)
     positive = tl.where(x < 0, 0.0, x)  # tl.maximum would drop NaN
@@ -47,4 +50,4 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 def run(outs, args, config: Config) -> None:
     grid, arguments, constants = _call(outs, config, *args)
-    _relu_squared[grid](*arguments, **constants, **config.options)
+    triton_glue.launch(_relu_squared, grid, arguments, constants, config.options)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.ops.relu_squared_backward import outputs
 from tilery.parts import triton_pieces
 from tilery.parts.rows import joined
@@ -25,8 +26,10 @@ def configs(dy: TensorSpec, x: TensorSpec) -> list[Config]:
     return triton_pieces.configs()
 
 
+@triton_glue.early
 @triton.jit
 def _relu_squared_backward(dy_ptr, x_ptr, dx_ptr, dy_stride, x_stride, n, BLOCK: tl.constexpr, PLACE: tl.constexpr):
+    take_over()
     row, start, cols, mask = piece(n, BLOCK, PLACE)
     dy = tl.load(dy_ptr + row * dy_stride + start + cols, mask=mask).to(tl.float32)
     x = tl.load(x_ptr + row * x_stride + start + cols, mask=mask).to(tl.float32)
@@ -47,4 +50,4 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 def run(outs, args, config: Config) -> None:
     grid, arguments, constants = _call(outs, config, *args)
-    _relu_squared_backward[grid](*arguments, **constants, **config.options)
+    triton_glue.launch(_relu_squared_backward, grid, arguments, constants, config.options)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.ops.rms_norm import outputs
 from tilery.parts import triton_norms
 from tilery.parts.rows import heads
@@ -18,18 +19,20 @@ def refusal(x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> 
 
 
 def default(x: TensorSpec, weight: TensorSpec) -> Config:
-    return triton_norms.default(x, again=True)
+    return triton_norms.default(x, again=1)
 
 
 def configs(x: TensorSpec, weight: TensorSpec) -> list[Config]:
-    return triton_norms.configs(x, again=True)
+    return triton_norms.configs(x, again=1)
 
 
+@triton_glue.early
 @triton.jit(do_not_specialize=["m"])
 def _rms_norm(
     x_ptr, w_ptr, y_ptr, x_stride, heads, step, m, n, eps, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
+    take_over()
     row, inside = own_rows(m, ROWS)
     x_row = x_ptr + (row // heads) * x_stride + (row % heads) * step
     y_row = y_ptr + row * n
@@ -40,7 +43,7 @@ def _arguments(config: Config, outs, x, weight, eps=1e-6, offset=0.0):
     """Of tensors for `run` and of specs for `compile`: rows, launch arguments and constants."""
     m, n, stride, count, step = heads(x)
     arguments = x, weight, outs[0], stride, count, step, m, n, float(eps), float(offset)
-    return m, arguments, triton_norms.options(config, m, n)
+    return m, arguments, triton_norms.options(config, m, n, x.dtype.itemsize)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
@@ -50,4 +53,5 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 def run(outs, args, config: Config) -> None:
     m, arguments, constants = _arguments(config, outs, *args)
-    _rms_norm[triton_norms.grid(m, config)](*arguments, **constants, num_warps=config.num_warps)
+    options = {"num_warps": config.num_warps}
+    triton_glue.launch(_rms_norm, triton_norms.grid(m, config), arguments, constants, options)

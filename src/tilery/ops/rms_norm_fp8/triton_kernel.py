@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.ops.rms_norm_fp8 import outputs
 from tilery.parts import triton_fp8, triton_norms
 from tilery.parts.rows import rows
@@ -18,19 +19,21 @@ def refusal(x: TensorSpec, weight: TensorSpec, per, layout, pow2, format, config
 
 
 def default(x: TensorSpec, weight: TensorSpec, per, layout, pow2, format) -> Config:
-    return triton_norms.default(x, triton_norms.least_block(per))
+    return triton_norms.default(x, **triton_norms.blocks(per))
 
 
 def configs(x: TensorSpec, weight: TensorSpec, per, layout, pow2, format) -> list[Config]:
-    return triton_norms.configs(x, triton_norms.least_block(per))
+    return triton_norms.configs(x, **triton_norms.blocks(per))
 
 
+@triton_glue.early
 @triton.jit(do_not_specialize=["m"])
 def _rms_norm_fp8(
     x_ptr, w_ptr, y_ptr, s_ptr, x_stride, s_stride, s_step, m, n, eps, offset,
     PER: tl.constexpr, FORMAT: tl.constexpr, POW2: tl.constexpr, NATIVE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
+    take_over()
     row, inside = own_rows(m, ROWS)
     x_row, y_row, s_row = x_ptr + row * x_stride, y_ptr + row * n, s_ptr + row * s_stride
     normalise(
@@ -46,7 +49,7 @@ def _arguments(config: Config, outs, x, weight, eps, offset, per, layout, pow2, 
     strides = stride, scales.stride(0), scales.stride(1)
     arguments = x, weight, triton_fp8.as_bytes(values), scales, *strides, m, n, float(eps), float(offset)
     constants = {"PER": per, "FORMAT": format, "POW2": pow2, "NATIVE": triton_fp8.native(x.device)}
-    return m, arguments, constants | triton_norms.options(config, m, n)
+    return m, arguments, constants | triton_norms.options(config, m, n, x.dtype.itemsize)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
@@ -57,4 +60,5 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 def run(outs, args, config: Config) -> None:
     m, arguments, constants = _arguments(config, outs, *args)
-    _rms_norm_fp8[triton_norms.grid(m, config)](*arguments, **constants, num_warps=config.num_warps)
+    options = {"num_warps": config.num_warps}
+    triton_glue.launch(_rms_norm_fp8, triton_norms.grid(m, config), arguments, constants, options)

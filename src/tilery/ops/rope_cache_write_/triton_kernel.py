@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.parts import kv_cache, triton_rope
 from tilery.parts.triton_fp8 import as_bytes, native, quantise
 from tilery.parts.triton_rope import Config, load_angles, load_pairs, store_pairs, turn
@@ -58,6 +59,7 @@ def _key(
         _copy(x, y, scale_ptr, head, mask, 2 * HALF, SIZE, REST, PER_HEAD, FORMAT, NATIVE)
 
 
+@triton_glue.early
 @triton.jit(do_not_specialize=("table", "slots_end"))  # they change from call to call
 def _rope_cache_write(
     q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, k_scale_ptr, v_scale_ptr,
@@ -67,6 +69,7 @@ def _rope_cache_write(
     HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, INTERLEAVED: tl.constexpr,
     K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
+    take_over()
     Q_BLOCKS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     K_BLOCKS: tl.constexpr = (K_HEADS + HEADS - 1) // HEADS
     token = (tl.program_id(0) // (Q_BLOCKS + 2 * K_BLOCKS)).to(tl.int64)  # int64: offsets pass 2**31
@@ -125,4 +128,5 @@ def run(outs, args, config: Config) -> None:
     q, k, *_ = args
     arguments, constants = _arguments(config, *args)
     blocks = triton.cdiv(q.shape[1], config.heads) + 2 * triton.cdiv(k.shape[1], config.heads)
-    _rope_cache_write[(q.shape[0] * blocks,)](*arguments, **constants, num_warps=config.num_warps)
+    options = {"num_warps": config.num_warps}
+    triton_glue.launch(_rope_cache_write, (q.shape[0] * blocks,), arguments, constants, options)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.device import ARCHS
 from tilery.ops.sample import outputs, quarter
 from tilery.parts.rows import rows
@@ -83,11 +84,13 @@ def _log_exponential(word):
     return tl.log(tl.where(u < 1 / 16, series, -tl.log(1 - u)))
 
 
+@triton_glue.early
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "top_k"])
 def _sample(
     x_ptr, y_ptr, x_stride, n, quarter, seed_low, seed_high, top_k, temperature, top_p, min_p,
     BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
+    take_over()
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride overflows int32 past 2**31 elements
     x_ptr += row * x_stride
     least, cutoff, scale = tl.full((), -(2**31), tl.int64), -float("inf"), 0.0
@@ -154,4 +157,4 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 def run(outs, args, config: Config) -> None:
     logits, *scalars = args
     arguments, constants = _launch(outs, logits, config, *scalars)
-    _sample[(rows(logits).m,)](*arguments, **constants, **_options(config))
+    triton_glue.launch(_sample, (rows(logits).m,), arguments, constants, _options(config))

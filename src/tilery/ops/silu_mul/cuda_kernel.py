@@ -49,7 +49,7 @@ def _cut(gate, up) -> tuple[tuple, int, int, int, int]:
 @functools.cache
 def _kernel(dtype: torch.dtype, values: int, config: Config) -> cuda_glue.Kernel:
     name = f"silu_mul<{cuda_glue.TYPES[dtype]}, {values}, {config.steps}, {config.threads}>"
-    return cuda_glue.Kernel(_SOURCE, name, "PPPqqqi", config.threads)
+    return cuda_glue.Kernel(_SOURCE, name, "PPPqqqi", config.threads, early=True)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:

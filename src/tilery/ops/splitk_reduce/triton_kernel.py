@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.ops.splitk_reduce import lines, outputs
 from tilery.parts import triton_pieces
 from tilery.parts.triton_pieces import Config, archs, piece
@@ -26,11 +27,13 @@ def configs(parts: TensorSpec, out_dtype: str) -> list[Config]:
     return triton_pieces.configs()
 
 
+@triton_glue.early
 @triton.jit
 def _reduce(
     part_ptr, c_ptr, parts, part_stride, row_stride, n,
     AT_ONCE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
+    take_over()
     row, start, cols, mask = piece(n, BLOCK, PLACE)
     part_ptr += row * row_stride + start
     step = tl.cast(part_stride, tl.int64)  # part * stride overflows int32 past 2**31 elements
@@ -58,4 +61,4 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 def run(outs, args, config: Config) -> None:
     grid, arguments, constants = _call(outs, config, args[0])
-    _reduce[grid](*arguments, **constants, **config.options)
+    triton_glue.launch(_reduce, grid, arguments, constants, config.options)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.device import ARCHS
 from tilery.ops.topk_softmax import outputs
 from tilery.parts.rows import rows
@@ -37,11 +38,13 @@ def configs(logits: TensorSpec, k: int, renormalize: bool) -> list[Config]:
     return [Config(1, 1), Config(1, 2), Config(1, 4), Config(2, 1), Config(4, 1), Config(4, 4), Config(8, 4)]
 
 
+@triton_glue.early
 @triton.jit
 def _topk_softmax(
     x_ptr, weights_ptr, indices_ptr, x_stride, m, n,
     K: tl.constexpr, RENORMALIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
+    take_over()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = row.to(tl.int64)  # int64: row * stride overflows int32 past 2**31 elements
     cols, slots = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
@@ -91,4 +94,4 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 def run(outs, args, config: Config) -> None:
     arguments, constants = _launch(outs, *args, config)
     grid = (triton.cdiv(rows(args[0]).m, config.rows),)
-    _topk_softmax[grid](*arguments, **constants, num_warps=config.num_warps)
+    triton_glue.launch(_topk_softmax, grid, arguments, constants, {"num_warps": config.num_warps})

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tilery.backends import triton_glue
+from tilery.backends.triton_glue import take_over
 from tilery.device import ARCHS
 from tilery.ops.transpose import outputs
 from tilery.parts import triton_fp8
@@ -37,8 +38,10 @@ def configs(x: TensorSpec) -> list[Config]:
     return [Config(m, n, w) for m, n in ((32, 32), (32, 128), (64, 64), (128, 32), (64, 128)) for w in (4, 8)]
 
 
+@triton_glue.early
 @triton.jit
 def _transpose(x_ptr, y_ptr, x_stride, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    take_over()
     down, across = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     tile = tl.program_id(0) % (down * across)
     batch = (tl.program_id(0) // (down * across)).to(tl.int64)
@@ -69,4 +72,4 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 def run(outs, args, config: Config) -> None:
     grid, arguments, constants = _call(outs, config, *args)
-    _transpose[grid](*arguments, **constants, num_warps=config.num_warps)
+    triton_glue.launch(_transpose, grid, arguments, constants, {"num_warps": config.num_warps})

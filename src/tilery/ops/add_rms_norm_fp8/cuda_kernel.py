@@ -1,0 +1,29 @@
+"""Few long rows: the sum waits in the registers of a block or a cluster, so x and residual are read once."""
+
+from tilery.parts import cuda_norms_fp8
+from tilery.parts.cuda_norms_fp8 import Config
+from tilery.spec import Artifact, TensorSpec
+
+archs = cuda_norms_fp8.archs
+
+
+def refusal(x: TensorSpec, residual, weight, per, layout, pow2, format, config: Config | None = None) -> str | None:
+    return cuda_norms_fp8.refusal(x, residual, weight, per, config)
+
+
+def default(x: TensorSpec, residual, weight, per, layout, pow2, format) -> Config:
+    return cuda_norms_fp8.default(x)
+
+
+def configs(x: TensorSpec, residual, weight, per, layout, pow2, format) -> list[Config]:
+    return cuda_norms_fp8.configs(x)
+
+
+def compile(specs, config: Config, arch: str) -> Artifact:
+    x, residual, weight, per, _, _, format = specs
+    return cuda_norms_fp8.kernel(x, residual, weight, per, format, config).compile(arch)
+
+
+def run(outs, args, config: Config) -> None:
+    x, residual, weight, eps, offset, per, _, pow2, format = args
+    cuda_norms_fp8.run(outs, x, residual, weight, eps, offset, per, pow2, format, config)
