@@ -227,7 +227,7 @@ def decide(op: "Op", specs: tuple[Any, ...], backend: str | None, config: Any) -
     if backend is not None and backend not in op.kernels:
         raise BadInput(f"{op.name}: backend must be one of {', '.join(op.kernels)}, got {backend!r}")
     require(config is None or backend is not None, f"{op.name}: config= needs backend=, got only config={config!r}")
-    asked = (backend,) if backend is not None else op.kernels
+    asked = (backend,) if backend is not None else op.asked(specs)
     refusals: dict[str, str | None] = {}
 
     def able(name: str) -> bool:

@@ -48,6 +48,7 @@ class Op:
     allowed: dict[torch.dtype, float] | Callable[..., dict[torch.dtype, float]]
     kernels: tuple[str, ...]  # "language" or "language.variant", in order of preference
     baselines: dict[str, Callable[..., Any]]  # "baseline:..." -> what a user would run otherwise
+    first: Callable[..., str | None] = lambda *specs: None  # specs -> the kernel to ask before the others, if any
     model_sizes: Callable[..., list[dict[str, int]]] = lambda model: []  # a model -> case params but m and dtype
     runtime: tuple[str, ...] = ()  # scalars that no decision depends on: not in the key, unseen by the functions above
     mutates: tuple[str, ...] = ()  # tensors written in place; such an op is named `op_`
@@ -84,6 +85,11 @@ class Op:
                 f"tilery::{self.name}", self._backward, setup_context=self._save, lib=LIBRARY
             )
         self.torch_op = getattr(torch.ops.tilery, self.name)
+
+    def asked(self, specs: tuple[Any, ...]) -> tuple[str, ...]:
+        """The kernels in the order of preference for this problem."""
+        first = self.first(*specs)
+        return self.kernels if first is None else (first, *(name for name in self.kernels if name != first))
 
     # The way of a call
 

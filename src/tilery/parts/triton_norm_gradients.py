@@ -41,13 +41,17 @@ def refusal(n: int, config: Config | None) -> str | None:
 
 
 def default(x: TensorSpec) -> Config:
-    return _with_programs(x, triton_norms.default(x, held=_HELD), _PROGRAMS)
+    return _with_programs(x, triton_norms.default(x, held=_HELD, long=triton_norms.LONG_SUMS), _PROGRAMS)
 
 
 def configs(x: TensorSpec) -> list[Config]:
-    base = triton_norms.default(x, held=_HELD)
+    base = triton_norms.default(x, held=_HELD, long=triton_norms.LONG_SUMS)
     fewer = [_with_programs(x, base, p) for p in (_PROGRAMS // 4, _PROGRAMS // 2)]
-    found = [default(x), *fewer, *(_with_programs(x, c, _PROGRAMS) for c in triton_norms.configs(x, held=_HELD))]
+    found = [
+        default(x),
+        *fewer,
+        *(_with_programs(x, c, _PROGRAMS) for c in triton_norms.configs(x, held=_HELD, long=triton_norms.LONG_SUMS)),
+    ]
     return list(dict.fromkeys(found))
 
 

@@ -23,7 +23,6 @@ _WARPS = (1, 2, 4, 8, 16, 32)
 _MANY = 16  # warps of a long row
 _HELD = 32768  # values in the registers of 16 warps: 64 of 255 a lane, the rest are weights and addresses
 _VALUES_PER_LANE = 128
-_LONG_BLOCK = 16384
 _L1_BYTES = 208 * 1024  # of an H200's 256 kB a processor, with room for shared memory
 _PART = 4096  # of a row that is read again from the L1 cache, so that registers are left for more programs
 _HIDING = 528  # programs past which one waits while others work: weights loaded early would only take registers
@@ -38,14 +37,18 @@ class Config:
     num_warps: int
 
 
+LONG = Config(1, 8192, 32)  # 512 × 65536 on an H200: 41.6 µs, 46.4 with 16384 and 16 warps
+LONG_SUMS = Config(1, 16384, 16)  # of two inputs: 74.6 µs, and 79.2
+
+
 def least_block(per: str) -> int:
     """The smallest block for an op that quantises: whole groups."""
     return fp8.GROUP if per == "group" else 1
 
 
-def blocks(per: str) -> dict[str, int]:
-    """`least` and `long` of an op that quantises; by token the greatest values take registers beside the squares."""
-    return {"least": least_block(per), "long": _LONG_BLOCK if per == "group" else _PART}
+def blocks(per: str) -> dict[str, Any]:
+    """`least` and `long` of an op that quantises."""
+    return {"least": least_block(per), "long": LONG if per == "token" else LONG_SUMS}
 
 
 def refusal(config: Config | None, least: int = 1) -> str | None:
@@ -62,7 +65,7 @@ def refusal(config: Config | None, least: int = 1) -> str | None:
     return f"tile of {values} values does not fit the registers of {config.num_warps} warps" if values > most else None
 
 
-def default(x: TensorSpec, least: int = 1, held: int = _HELD, again: int = 0, long: int = _LONG_BLOCK) -> Config:
+def default(x: TensorSpec, least: int = 1, held: int = _HELD, again: int = 0, long: Config = LONG) -> Config:
     """Sixteen values a lane, eight where each is an access of its own, with an address and a mask, or rows are few.
 
     Several short rows are one program's as long as that leaves many programs.
@@ -73,7 +76,7 @@ def default(x: TensorSpec, least: int = 1, held: int = _HELD, again: int = 0, lo
     """
     m, n, _ = rows(x)
     block, count = max(triton.next_power_of_2(max(n, 1)), least), 1
-    if again and m * n >= 2**22 and (again == 1 or m > _HIDING) and n >= 4096:
+    if again and m > _HIDING and m * n >= 2**22 and n >= 4096:
         fitting = _l1_rows(n, x.dtype.itemsize, again)  # of programs on a processor: four of 16 warps, two of 32
         if fitting >= 4:
             part = min(block // 2, _PART)
@@ -81,19 +84,24 @@ def default(x: TensorSpec, least: int = 1, held: int = _HELD, again: int = 0, lo
         if fitting >= 2:
             return Config(1, 2 * _PART, _WARPS[-1])
     if block > held:
-        return Config(1, min(long, held), _MANY)
+        return Config(1, min(long.block, held), long.num_warps)
     while 2 * count * block <= 2048 and m >= 512 * count:
         count *= 2
-    return Config(count, block, _warps(count * block, n, few=m <= _HIDING))
+    return Config(count, block, _warps(count * block, n, few=m <= _HIDING, many=again == 2 and m > _HIDING // 2))
 
 
-def _warps(values: int, n: int, few: bool = False) -> int:
-    """`few`: 1 × 1024 on an H200 takes 1.25 µs with four warps, 1.31 with two."""
-    alone = 512 if n % 16 == 0 else 256
+def _warps(values: int, n: int, few: bool = False, many: bool = False) -> int:
+    """`few`: 1 × 1024 on an H200 takes 1.25 µs with four warps, 1.31 with two.
+
+    `many`: of long rows with two inputs, so that one waits while others work: 512 × 8192 took 9.6 µs with eight warps,
+    10.3 with sixteen.
+    """
+    alone = 1024 if many and values >= 8192 else 512
+    alone = alone if n % 16 == 0 else 256
     return min(max(values // alone, min(values // 256, 4) if few else 1, 1), _MANY)
 
 
-def configs(x: TensorSpec, least: int = 1, held: int = _HELD, again: int = 0, long: int = _LONG_BLOCK) -> list[Config]:
+def configs(x: TensorSpec, least: int = 1, held: int = _HELD, again: int = 0, long: Config = LONG) -> list[Config]:
     """The default first, then what is near it, then shorter parts."""
     first, base, n = default(x, least, held, again, long), default(x, least, held, long=long), x.shape[-1]
     warps = [Config(base.rows, base.block, w) for w in (base.num_warps // 2, base.num_warps * 2)]
@@ -104,12 +112,12 @@ def configs(x: TensorSpec, least: int = 1, held: int = _HELD, again: int = 0, lo
 
 
 def options(config: Config, m: int, n: int, itemsize: int, inputs: int = 1) -> dict[str, Any]:
-    """READ: when the weights are read, before or after the sums; or how a row that no registers hold is read again.
+    """READ: when the weights are read, before or after the sums; or where a row is read again from: from L1, or long.
 
-    `inputs` are what has rows: of two, what L1 does not hold is read as the sum that was written.
+    `inputs` are what has rows.
     """
     if n > config.block:
-        read = "sum" if inputs > 1 and _l1_rows(n, itemsize, inputs) < 2 else "again"
+        read = "again" if _l1_rows(n, itemsize, inputs) >= 2 else "long"
     else:
         read = "early" if triton.cdiv(m, config.rows) <= _HIDING else "late"
     return {"ROWS": config.rows, "BLOCK": config.block, "READ": read}
@@ -213,6 +221,11 @@ def normalise(
         else:
             tl.store(y_ptr + cols, y, mask=mask)
     else:
+        SUMMED: tl.constexpr = (
+            READ == "long" and r_ptr is not None
+        )  # read again as the sum: half of what was read first
+        # What will not be read again leaves L2 to what will: 512 × 131072 took 147 µs so on an H200, 161 without.
+        WRITE: tl.constexpr = "evict_first" if READ == "long" else ""
         if CENTRED:
             total = tl.zeros((ROWS, BLOCK), tl.float32)
             for first in range(0, n, BLOCK):
@@ -222,8 +235,8 @@ def normalise(
         tops = tl.zeros((ROWS, BLOCK), tl.int32)
         for first in range(0, n, BLOCK):
             mask = inside & (first + cols < n)
-            if READ == "sum":
-                x = _read(x_ptr, r_ptr, sum_ptr, first + cols, mask, "")
+            if SUMMED:
+                x = _read(x_ptr, r_ptr, sum_ptr, first + cols, mask, "evict_first")
             else:
                 x = _read(x_ptr, r_ptr, None, first + cols, mask, "evict_last")
             if CENTRED:
@@ -233,7 +246,7 @@ def normalise(
                 w, b = _columns(w_ptr, b_ptr, first + cols, n)
                 tops = tl.maximum(tops, magnitude(_weighted(x, w, b, b_ptr, offset)))
         rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / n + eps)
-        if READ == "sum":
+        if SUMMED:
             tl.debug_barrier()  # what other threads wrote is read below
         hand_over()
         if PER == "token":
@@ -242,7 +255,7 @@ def normalise(
             tl.store(s_ptr, made, mask=inside)
         for first in range(0, n, BLOCK):
             mask = inside & (first + cols < n)
-            if READ == "sum":
+            if SUMMED:
                 x = _read(sum_ptr, None, None, first + cols, mask, "evict_first")
             else:
                 x = _read(x_ptr, r_ptr, sum_ptr, first + cols, mask, "evict_first")
@@ -251,8 +264,9 @@ def normalise(
             w, b = _columns(w_ptr, b_ptr, first + cols, n)
             y = _weighted(x * rstd, w, b, b_ptr, offset)
             if PER == "token":
-                tl.store(y_ptr + first + cols, quantise(y * (1.0 / made), FORMAT, NATIVE), mask=mask)
+                y = quantise(y * (1.0 / made), FORMAT, NATIVE)
+                tl.store(y_ptr + first + cols, y, mask=mask, eviction_policy=WRITE)
             elif PER == "group":
                 _write_groups(y, y_ptr + first + cols, s_ptr, s_col, first, n, inside, mask, FORMAT, POW2, NATIVE)
             else:
-                tl.store(y_ptr + first + cols, y, mask=mask)
+                tl.store(y_ptr + first + cols, y, mask=mask, eviction_policy=WRITE)

@@ -207,7 +207,7 @@ def _refused(group: Group, item: Item) -> bool:
 def _untuned(group: Group) -> Item | None:
     """What dispatch would take without tuned data."""
     op, specs = group.op, group.specs
-    kernel = next((name for name in op.kernels if dispatch.refusal(op, name, specs) is None), None)
+    kernel = next((name for name in op.asked(specs) if dispatch.refusal(op, name, specs) is None), None)
     if kernel is None:
         return None
     config = dataclasses.asdict(op.kernel(kernel).default(*specs))

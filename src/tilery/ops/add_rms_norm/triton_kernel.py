@@ -19,11 +19,11 @@ def refusal(x: TensorSpec, residual: TensorSpec, weight: TensorSpec, config: Con
 
 
 def default(x: TensorSpec, residual: TensorSpec, weight: TensorSpec) -> Config:
-    return triton_norms.default(x, again=2)
+    return triton_norms.default(x, again=2, long=triton_norms.LONG_SUMS)
 
 
 def configs(x: TensorSpec, residual: TensorSpec, weight: TensorSpec) -> list[Config]:
-    return triton_norms.configs(x, again=2)
+    return triton_norms.configs(x, again=2, long=triton_norms.LONG_SUMS)
 
 
 @triton_glue.early
