@@ -42,7 +42,7 @@ _CLUSTERED = 90  # the first architecture whose blocks share rows
 
 
 def long_first(x: TensorSpec, *_: Any) -> str | None:
-    """`first` of ops whose few long rows CUDA's clusters share: 16 × 65536 in rms_norm takes 3.9 µs so, 14 in Triton."""
+    """`first` of ops whose few long rows CUDA's clusters share: 16 × 65536 in rms_norm takes 3.9 µs, 14 in Triton."""
     m, n, _stride = rows(x)
     return "cuda" if n > _LONGEST and m <= _PROCESSORS and _clustered(x) else None
 
