@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilery
-from tilery import backends, settings
+from tilery import backends, device, settings
 from tilery.errors import BadInput, NoBackend, NoBackward
 from tilery.op import REGISTRY
 from tilery.ops import linear, matmul, rms_norm, rms_norm_fp8, silu_mul, softmax
@@ -183,6 +183,20 @@ def test_kernels_come_in_order_of_preference_and_refusals_are_kept():
     with settings.override(explain=True):
         plan = rms_norm.plan(specs)
     assert plan.kernel == "numba" and plan.refusals["cuda"] == "needs a CUDA tensor, got one on cpu"
+
+
+@pytest.mark.parametrize(
+    ("op", "m", "n", "arch", "first"),
+    [(softmax, 512, 65536, "sm_90", "cuda"), (softmax, 512, 32768, "sm_90", "numba"),
+     (softmax, 4, 65536, "sm_80", "numba"), (rms_norm, 16, 65536, "sm_90", "cuda"),
+     (rms_norm, 512, 65536, "sm_90", "numba"), (rms_norm, 16, 65536, "cpu", "numba")],
+)  # fmt: skip
+def test_long_rows_are_asked_of_clusters_first(op, m, n, arch, first):
+    where = "cpu" if arch == "cpu" else "cuda:0"
+    given = [TensorSpec.contiguous((m, n), torch.bfloat16, where), TensorSpec.contiguous((n,), torch.bfloat16, where)]
+    with device.pretend(arch):
+        asked = op.asked(tuple(given[: 1 if op is softmax else 2]))
+    assert asked[0] == first and sorted(asked) == sorted(op.kernels)
 
 
 def test_a_call_imports_no_language_but_its_own():

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tilery import backends, device
 from tilery.op import REGISTRY
 from tilery.parts import losses
-from tilery.spec import case
+from tilery.spec import TensorSpec, case
 from tilery.workbench.check import check
 from tilery.workbench.place import place
 
@@ -80,3 +81,20 @@ def test_pieces_of_the_vocabulary_add_up():
         config = op.kernel("triton").Config(*tiles, cut)
         wanted = case(m=20, n=100, k=24, dtype="fp32", label_smoothing=0.1, z_loss=1e-3)
         assert check(op, "triton", wanted, place(op, "triton").device, config=config).refused is None
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [({"threads": 32, "rows": 3}, "rows must be one of 1, 2, 4, 8, got 3"),
+     ({"threads": 64, "rows": 2}, "32 threads each"),
+     ({"threads": 32, "cluster": 2, "rows": 2}, "no cluster")],
+)  # fmt: skip
+def test_a_block_takes_several_rows_only_with_a_warp_for_each(config, said):
+    if why := backends.missing("cuda"):
+        pytest.skip(why)
+    kernel = REGISTRY["cross_entropy"].kernel("cuda")
+    logits = TensorSpec.contiguous((64, 1024), torch.bfloat16, "cuda:0")
+    targets = TensorSpec.contiguous((64,), torch.int64, "cuda:0")
+    with device.pretend("sm_90"):
+        assert said in kernel.refusal(logits, targets, config=kernel.Config(**config))
+        assert kernel.refusal(logits, targets, config=kernel.Config(32, rows=8)) is None

@@ -16,6 +16,7 @@ from tilery.parts.rows import rows
 from tilery.spec import TensorSpec
 
 _HELD = 8192  # x, dy, weight and the gradient's sum of a row all sit in registers: 64 of 255 a lane with 16 warps
+_ROWS = triton_norms.Rows(held=_HELD, long=triton_norms.LONG_SUMS)
 _PROGRAMS = 512  # about four on each processor of an H200, so that they hide each other's latency
 _COLUMNS, _PARTS = 32, 64  # of the workspace, that a program of `add_up` takes at a time
 
@@ -41,17 +42,13 @@ def refusal(n: int, config: Config | None) -> str | None:
 
 
 def default(x: TensorSpec) -> Config:
-    return _with_programs(x, triton_norms.default(x, held=_HELD, long=triton_norms.LONG_SUMS), _PROGRAMS)
+    return _with_programs(x, triton_norms.default(x, _ROWS), _PROGRAMS)
 
 
 def configs(x: TensorSpec) -> list[Config]:
-    base = triton_norms.default(x, held=_HELD, long=triton_norms.LONG_SUMS)
+    base = triton_norms.default(x, _ROWS)
     fewer = [_with_programs(x, base, p) for p in (_PROGRAMS // 4, _PROGRAMS // 2)]
-    found = [
-        default(x),
-        *fewer,
-        *(_with_programs(x, c, _PROGRAMS) for c in triton_norms.configs(x, held=_HELD, long=triton_norms.LONG_SUMS)),
-    ]
+    found = [default(x), *fewer, *(_with_programs(x, c, _PROGRAMS) for c in triton_norms.configs(x, _ROWS))]
     return list(dict.fromkeys(found))
 
 

@@ -37,8 +37,20 @@ class Config:
     num_warps: int
 
 
-LONG = Config(1, 8192, 32)  # 512 × 65536 on an H200: 41.6 µs, 46.4 with 16384 and 16 warps
+_LONG = Config(1, 8192, 32)  # 512 × 65536 on an H200: 41.6 µs, 46.4 with 16384 and 16 warps
 LONG_SUMS = Config(1, 16384, 16)  # of two inputs: 74.6 µs, and 79.2
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What an op does with its rows."""
+
+    inputs: int = 1  # that have rows
+    one_sum: bool = False  # is all it must know before it writes
+    least: int = 1  # the smallest block that will do
+    held: int = _HELD  # the longest row that registers hold
+    long: Config = _LONG  # of one that they do not
+    wide: int = _HELD + 1  # from this length on lanes hold twice as much where rows are many
 
 
 def least_block(per: str) -> int:
@@ -46,9 +58,9 @@ def least_block(per: str) -> int:
     return fp8.GROUP if per == "group" else 1
 
 
-def blocks(per: str) -> dict[str, Any]:
-    """`least` and `long` of an op that quantises."""
-    return {"least": least_block(per), "long": LONG if per == "token" else LONG_SUMS}
+def to_fp8(per: str, inputs: int) -> Rows:
+    """Of an op that quantises."""
+    return Rows(inputs, least=least_block(per), long=_LONG if per == "token" else LONG_SUMS)
 
 
 def refusal(config: Config | None, least: int = 1) -> str | None:
@@ -65,53 +77,52 @@ def refusal(config: Config | None, least: int = 1) -> str | None:
     return f"tile of {values} values does not fit the registers of {config.num_warps} warps" if values > most else None
 
 
-def default(x: TensorSpec, least: int = 1, held: int = _HELD, again: int = 0, long: Config = LONG) -> Config:
+def default(x: TensorSpec, of: Rows) -> Config:
     """Sixteen values a lane, eight where each is an access of its own, with an address and a mask, or rows are few.
 
-    Several short rows are one program's as long as that leaves many programs.
-
-    `least` is the smallest block that will do, `held` the longest row that registers hold, `long` the block of one that
-    they do not. `again`: inputs with rows of an op that needs one sum only, so that many long rows are read in parts,
-    twice, the second time from L1: 32768 × 8192 took 255 µs so on an H200, 261 in registers.
+    Several short rows are one program's as long as that leaves many programs. Many long rows of which one sum must be
+    known are read in parts, twice, the second time from L1: 32768 × 8192 took 255 µs so on an H200, 261 in registers.
     """
     m, n, _ = rows(x)
-    block, count = max(triton.next_power_of_2(max(n, 1)), least), 1
-    if again and m > _HIDING and m * n >= 2**22 and n >= 4096:
-        fitting = _l1_rows(n, x.dtype.itemsize, again)  # of programs on a processor: four of 16 warps, two of 32
+    if of.one_sum and m > _HIDING and m * n >= 2**22 and n >= 4096:
+        fitting = _l1_rows(n, x.dtype.itemsize, of.inputs)  # of programs on a processor: four of 16 warps, two of 32
         if fitting >= 4:
-            part = min(block // 2, _PART)
+            part = min(triton.next_power_of_2(n) // 2, _PART)
             return Config(1, part, part // 256)
         if fitting >= 2:
             return Config(1, 2 * _PART, _WARPS[-1])
-    if block > held:
-        return Config(1, min(long.block, held), long.num_warps)
+    return _at_once(x, of)
+
+
+def _at_once(x: TensorSpec, of: Rows) -> Config:
+    m, n, _ = rows(x)
+    block, count = max(triton.next_power_of_2(max(n, 1)), of.least), 1
+    if block > of.held:
+        return Config(1, min(of.long.block, of.held), of.long.num_warps)
     while 2 * count * block <= 2048 and m >= 512 * count:
         count *= 2
-    return Config(count, block, _warps(count * block, n, few=m <= _HIDING, many=again == 2 and m > _HIDING // 2))
+    # One waits while others work: of two inputs 512 × 8192 took 9.6 µs on an H200 with eight warps, 10.3 with sixteen.
+    each = 1024 if n >= of.wide and m > _HIDING // 2 else 512
+    return Config(count, block, _warps(count * block, n, each, few=m <= _HIDING))
 
 
-def _warps(values: int, n: int, few: bool = False, many: bool = False) -> int:
-    """`few`: 1 × 1024 on an H200 takes 1.25 µs with four warps, 1.31 with two.
-
-    `many`: of long rows with two inputs, so that one waits while others work: 512 × 8192 took 9.6 µs with eight warps,
-    10.3 with sixteen.
-    """
-    alone = 1024 if many and values >= 8192 else 512
-    alone = alone if n % 16 == 0 else 256
+def _warps(values: int, n: int, each: int = 512, few: bool = False) -> int:
+    """`few`: 1 × 1024 on an H200 takes 1.25 µs with four warps, 1.31 with two."""
+    alone = each if n % 16 == 0 else 256
     return min(max(values // alone, min(values // 256, 4) if few else 1, 1), _MANY)
 
 
-def configs(x: TensorSpec, least: int = 1, held: int = _HELD, again: int = 0, long: Config = LONG) -> list[Config]:
+def configs(x: TensorSpec, of: Rows) -> list[Config]:
     """The default first, then what is near it, then shorter parts."""
-    first, base, n = default(x, least, held, again, long), default(x, least, held, long=long), x.shape[-1]
+    base, n = _at_once(x, of), x.shape[-1]
     warps = [Config(base.rows, base.block, w) for w in (base.num_warps // 2, base.num_warps * 2)]
     counts = [Config(c, base.block, _warps(c * base.block, n)) for c in (1, base.rows * 4)]
-    cuts = [Config(1, b, w) for b in (2048, 4096, 8192, 16384) if least <= b < n for w in (4, 8, 16)]
-    found = dict.fromkeys((first, base, *warps, *counts, *cuts))
-    return [c for c in found if refusal(c) is None and c.rows * c.block <= held]
+    cuts = [Config(1, b, w) for b in (2048, 4096, 8192, 16384) if of.least <= b < n for w in (4, 8, 16)]
+    found = dict.fromkeys((default(x, of), base, *warps, *counts, *cuts))
+    return [c for c in found if refusal(c) is None and c.rows * c.block <= of.held]
 
 
-def options(config: Config, m: int, n: int, itemsize: int, inputs: int = 1) -> dict[str, Any]:
+def options(config: Config, m: int, n: int, itemsize: int, inputs: int) -> dict[str, Any]:
     """READ: when the weights are read, before or after the sums; or where a row is read again from: from L1, or long.
 
     `inputs` are what has rows.

@@ -13,17 +13,19 @@ from tilery.spec import Artifact, TensorSpec
 
 archs = triton_norms.archs
 
+_ROWS = triton_norms.Rows(inputs=2, one_sum=True, long=triton_norms.LONG_SUMS, wide=8192)
+
 
 def refusal(x: TensorSpec, residual: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
     return triton_norms.refusal(config)
 
 
 def default(x: TensorSpec, residual: TensorSpec, weight: TensorSpec) -> Config:
-    return triton_norms.default(x, again=2, long=triton_norms.LONG_SUMS)
+    return triton_norms.default(x, _ROWS)
 
 
 def configs(x: TensorSpec, residual: TensorSpec, weight: TensorSpec) -> list[Config]:
-    return triton_norms.configs(x, again=2, long=triton_norms.LONG_SUMS)
+    return triton_norms.configs(x, _ROWS)
 
 
 @triton_glue.early

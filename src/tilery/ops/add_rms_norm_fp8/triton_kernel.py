@@ -19,11 +19,11 @@ def refusal(x: TensorSpec, residual, weight, per, layout, pow2, format, config: 
 
 
 def default(x: TensorSpec, residual, weight, per, layout, pow2, format) -> Config:
-    return triton_norms.default(x, **triton_norms.blocks(per))
+    return triton_norms.default(x, triton_norms.to_fp8(per, inputs=2))
 
 
 def configs(x: TensorSpec, residual, weight, per, layout, pow2, format) -> list[Config]:
-    return triton_norms.configs(x, **triton_norms.blocks(per))
+    return triton_norms.configs(x, triton_norms.to_fp8(per, inputs=2))
 
 
 @triton_glue.early

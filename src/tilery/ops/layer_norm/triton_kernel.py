@@ -13,17 +13,19 @@ from tilery.spec import Artifact, TensorSpec
 
 archs = triton_norms.archs
 
+_ROWS = triton_norms.Rows()
+
 
 def refusal(x: TensorSpec, weight: TensorSpec, bias: TensorSpec, config: Config | None = None) -> str | None:
     return triton_norms.refusal(config)
 
 
 def default(x: TensorSpec, weight: TensorSpec, bias: TensorSpec) -> Config:
-    return triton_norms.default(x)
+    return triton_norms.default(x, _ROWS)
 
 
 def configs(x: TensorSpec, weight: TensorSpec, bias: TensorSpec) -> list[Config]:
-    return triton_norms.configs(x)
+    return triton_norms.configs(x, _ROWS)
 
 
 @triton_glue.early
@@ -41,7 +43,11 @@ def _layer_norm(
 def _arguments(config: Config, outs, x, weight, bias, eps=1e-5):
     """Of tensors for `run` and of specs for `compile`: rows, launch arguments and constants."""
     m, n, stride = rows(x)
-    return m, (x, weight, bias, outs[0], stride, m, n, float(eps)), triton_norms.options(config, m, n, x.dtype.itemsize)
+    return (
+        m,
+        (x, weight, bias, outs[0], stride, m, n, float(eps)),
+        triton_norms.options(config, m, n, x.dtype.itemsize, inputs=1),
+    )
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:

@@ -13,17 +13,19 @@ from tilery.spec import Artifact, TensorSpec
 
 archs = triton_norms.archs
 
+_ROWS = triton_norms.Rows(one_sum=True)
+
 
 def refusal(x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
     return triton_norms.refusal(config)
 
 
 def default(x: TensorSpec, weight: TensorSpec) -> Config:
-    return triton_norms.default(x, again=1)
+    return triton_norms.default(x, _ROWS)
 
 
 def configs(x: TensorSpec, weight: TensorSpec) -> list[Config]:
-    return triton_norms.configs(x, again=1)
+    return triton_norms.configs(x, _ROWS)
 
 
 @triton_glue.early
@@ -43,7 +45,7 @@ def _arguments(config: Config, outs, x, weight, eps=1e-6, offset=0.0):
     """Of tensors for `run` and of specs for `compile`: rows, launch arguments and constants."""
     m, n, stride, count, step = heads(x)
     arguments = x, weight, outs[0], stride, count, step, m, n, float(eps), float(offset)
-    return m, arguments, triton_norms.options(config, m, n, x.dtype.itemsize)
+    return m, arguments, triton_norms.options(config, m, n, x.dtype.itemsize, inputs=1)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:

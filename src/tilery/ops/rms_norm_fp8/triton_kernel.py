@@ -19,11 +19,11 @@ def refusal(x: TensorSpec, weight: TensorSpec, per, layout, pow2, format, config
 
 
 def default(x: TensorSpec, weight: TensorSpec, per, layout, pow2, format) -> Config:
-    return triton_norms.default(x, **triton_norms.blocks(per))
+    return triton_norms.default(x, triton_norms.to_fp8(per, inputs=1))
 
 
 def configs(x: TensorSpec, weight: TensorSpec, per, layout, pow2, format) -> list[Config]:
-    return triton_norms.configs(x, **triton_norms.blocks(per))
+    return triton_norms.configs(x, triton_norms.to_fp8(per, inputs=1))
 
 
 @triton_glue.early
@@ -49,7 +49,7 @@ def _arguments(config: Config, outs, x, weight, eps, offset, per, layout, pow2, 
     strides = stride, scales.stride(0), scales.stride(1)
     arguments = x, weight, triton_fp8.as_bytes(values), scales, *strides, m, n, float(eps), float(offset)
     constants = {"PER": per, "FORMAT": format, "POW2": pow2, "NATIVE": triton_fp8.native(x.device)}
-    return m, arguments, constants | triton_norms.options(config, m, n, x.dtype.itemsize)
+    return m, arguments, constants | triton_norms.options(config, m, n, x.dtype.itemsize, inputs=1)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
