@@ -21,9 +21,10 @@ def test_a_launch_finds_what_was_compiled_ahead():
     script = Path(__file__).with_name("triton_keys.py")
     made = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=300)
     assert made.returncode == 0, made.stderr
-    found = json.loads(made.stdout)
+    found, said = json.loads(made.stdout)
     assert set(found) == {op.name for op in REGISTRY.values() if "triton" in op.kernels}
     assert [name for name, same in found.items() if not same] == []
+    assert "must call take_over() before it touches memory" in said
 
 
 @pytest.mark.parametrize(

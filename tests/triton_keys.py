@@ -1,6 +1,7 @@
 """For test_triton_glue, in a process where Triton does not interpret: what a compile and a launch would look up.
 
-Prints for every op with a Triton kernel whether the launch's sources are among those compiled ahead.
+Prints for every op with a Triton kernel whether the launch's sources are among those compiled ahead, and what is said
+of one that starts early and does not wait.
 """
 
 import json
@@ -15,6 +16,7 @@ from triton.runtime import jit
 import tilery.ops  # noqa: F401  fills the registry
 from tilery import device
 from tilery.backends import cubin, triton_glue
+from tilery.errors import CompileFailed
 from tilery.op import REGISTRY
 from tilery.workbench.compile import specs_for
 
@@ -71,13 +73,23 @@ def found(op):
     return bool(launched) and {k for k in launched if k[0] in names} <= compiled
 
 
+def said_of_one_that_does_not_wait(op):
+    triton.compile = lambda source, target, options: Nothing(early=False)
+    specs = specs_for(op, op.cases["test"][0], "cuda:0")
+    try:
+        op.kernel("triton").compile(specs, op.kernel("triton").default(*specs), "sm_90")
+    except CompileFailed as error:
+        return str(error)
+
+
 def main():
     triton.compile = compile_nothing
     cubin.resources = lambda code: type("Used", (), {"registers": 0, "spills": 0, "shared": 0})
     jit.JITFunction.run = launch_nothing
     device.arch = lambda where: "sm_90"
     ops = [op for op in REGISTRY.values() if "triton" in op.kernels]
-    json.dump({op.name: found(op) for op in ops}, sys.stdout)
+    made = {op.name: found(op) for op in ops}
+    json.dump([made, said_of_one_that_does_not_wait(REGISTRY["softmax"])], sys.stdout)
 
 
 if __name__ == "__main__":

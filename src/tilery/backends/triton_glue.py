@@ -143,7 +143,8 @@ def compile(
     made = kernel._pack_args(backend, dict(options), bound, specialization, options)
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, *made[1:])
     built = triton.compile(source, target=target, options=made[0].__dict__)
-    assert is_early == ("griddepcontrol.wait" in built.asm["ptx"]), f"{kernel}: `early` and `take_over` go together"
+    if is_early and "griddepcontrol.wait" not in built.asm["ptx"]:
+        raise CompileFailed(f"{kernel} is marked to start early, so it must call take_over() before it touches memory")
     used = cubin.resources(built.asm["cubin"])
     code = {"ir": built.asm["ttgir"], "ptx": built.asm["ptx"]}
     return Artifact(arch, code, built.asm["cubin"], used.registers, used.spills, built.metadata.shared)
