@@ -13,7 +13,7 @@ import tilery
 from tilery import backends, device, settings
 from tilery.errors import BadInput, NoBackend, NoBackward
 from tilery.op import REGISTRY
-from tilery.ops import linear, matmul, rms_norm, rms_norm_fp8, silu_mul, softmax
+from tilery.ops import cross_entropy, linear, matmul, rms_norm, rms_norm_fp8, silu_mul, softmax
 from tilery.spec import Bucket, TensorSpec
 
 X, W = torch.randn(4, 8), torch.randn(8)
@@ -188,14 +188,18 @@ def test_kernels_come_in_order_of_preference_and_refusals_are_kept():
 @pytest.mark.parametrize(
     ("op", "m", "n", "arch", "first"),
     [(softmax, 512, 65536, "sm_90", "cuda"), (softmax, 512, 32768, "sm_90", "numba"),
-     (softmax, 4, 65536, "sm_80", "numba"), (rms_norm, 16, 65536, "sm_90", "cuda"),
-     (rms_norm, 512, 65536, "sm_90", "numba"), (rms_norm, 16, 65536, "cpu", "numba")],
+     (softmax, 4, 65536, "sm_80", "numba"), (softmax, 4, 65537, "sm_90", "numba"),
+     (rms_norm, 16, 65536, "sm_90", "cuda"), (rms_norm, 512, 65536, "sm_90", "numba"),
+     (rms_norm, 512, 131072, "sm_90", "cuda"), (rms_norm, 16, 65536, "cpu", "numba"),
+     (cross_entropy, 16, 1024, "sm_80", "triton"), (cross_entropy, 8192, 1024, "sm_90", "cuda")],
 )  # fmt: skip
-def test_long_rows_are_asked_of_clusters_first(op, m, n, arch, first):
+def test_a_problem_may_be_for_another_kernel_first(op, m, n, arch, first):
     where = "cpu" if arch == "cpu" else "cuda:0"
-    given = [TensorSpec.contiguous((m, n), torch.bfloat16, where), TensorSpec.contiguous((n,), torch.bfloat16, where)]
+    x, w = (TensorSpec.contiguous(shape, torch.bfloat16, where) for shape in ((m, n), (n,)))
+    targets = TensorSpec.contiguous((m,), torch.int64, where)
+    specs = {softmax: (x,), rms_norm: (x, w), cross_entropy: (x, targets)}[op]
     with device.pretend(arch):
-        asked = op.asked(tuple(given[: 1 if op is softmax else 2]))
+        asked = op.asked(specs)
     assert asked[0] == first and sorted(asked) == sorted(op.kernels)
 
 

@@ -99,7 +99,7 @@ def test_builds_with_triton_36(op, kernel, compiler_36, record_property):
 
 def waits_first(ptx):
     """A kernel that may start while the one before ends touches no memory before that one has ended."""
-    wait, access = ptx.find("griddepcontrol.wait"), re.search(r"(ld|st|red|atom)\.(volatile\.|relaxed\.)?global", ptx)
+    wait, access = ptx.find("griddepcontrol.wait"), re.search(r"\b(ld|st|red|atom|cp)[\w.:]*\.global", ptx)
     return wait < 0 or access is None or wait < access.start()
 
 

@@ -68,6 +68,8 @@ class Kernel:
 
     def compile(self, arch: str) -> Artifact:
         built = self.build(arch)
+        if self.early and int(arch.removeprefix("sm_")) >= 90 and "griddepcontrol.wait" not in built.ptx:
+            raise CompileFailed(f"{self.name} starts early, so it must call take_over() before it touches memory")
         used = cubin.resources(built.cubin)
         code = {"cuda": self.source.read_text(), "ptx": built.ptx}
         return Artifact(arch, code, built.cubin, used.registers, used.spills, used.shared + self.shared)

@@ -5,11 +5,12 @@
 
 using i64 = long long;  // offsets: row * stride overflows int past 2**31 elements
 
-// Of a kernel that is launched early: the next may be, too; what the kernel before wrote may be read from here on, and what
-// it read be written. All threads call it. Before sm_90 kernels follow one another.
-__device__ inline void take_over() {
+// Of a kernel that is launched early: what the kernel before wrote may be read from here on, and what it read be written. The
+// next may start `now`, or when all blocks of this one have ended. All threads call it. Before sm_90 kernels follow one another.
+__device__ inline void take_over(bool now = true) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (now) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

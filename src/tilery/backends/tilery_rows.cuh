@@ -5,10 +5,11 @@
 // Blocks of a cluster share a row through each other's shared memory; sm_90 is the first that has them.
 template <int BLOCKS>
 struct Cluster {
-    // Of every block, first of all: exchange waits until all of a cluster run.
-    static __device__ void begin() {
+    // Of every block, first of all: waits for the kernel before, and says that this block runs, which exchange waits for. Many
+    // blocks let the next kernel start when they have ended: its own would be spread unevenly, where these leave room.
+    static __device__ void begin(bool few = gridDim.x <= 264) {
         if constexpr (BLOCKS > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");
-        take_over();
+        take_over(few);
     }
     static __device__ int rank() {
         int rank = 0;

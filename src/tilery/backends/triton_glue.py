@@ -68,46 +68,64 @@ class Descriptor(NamedTuple):
 
 
 def early(kernel: Any) -> Any:
-    """Marks a kernel whose programs may start while the kernel before ends: `take_over` is the first thing they do."""
+    """Marks a kernel whose programs may start while the kernel before ends, and call `take_over`."""
     kernel.early = True
     return kernel
 
 
-def take_over(_semantic: Any = None) -> None:
-    """In a kernel: what the one before wrote may be read from here on, and what it read be written.
+def _in_early(emit: Any) -> Any:
+    """What a kernel calls while it is compiled: it emits code where the kernel is launched early.
 
-    The next kernel may start now if this one's programs are few. More, and its programs would be spread unevenly, where
-    these leave room: 512 × 4096 in add_rms_norm took 6.6 µs on an H200, 5.6 with `hand_over`; of 16 × 14336 silu_mul
-    1.5, and 1.7. It does not start before the kernel before this one has ended: waiting programs would pile up.
+    Not on older devices, nor in the interpreter, which gives no semantic.
     """
-    if _is_early(_semantic):
-        gdc.gdc_wait(_semantic=_semantic)
-        programs = "mov.u32 x, %nctaid.x; mov.u32 y, %nctaid.y; mul.lo.u32 x, x, y;"
-        _let_next(f"{programs} setp.le.u32 yes, x, {_FEW};", _semantic)
+
+    def emitted(*arguments: Any, _semantic: Any = None) -> None:
+        if _semantic is not None and _semantic.builder.options.launch_pdl:
+            emit(*arguments, _semantic)
+
+    emitted.__triton_builtin__ = True  # type: ignore[attr-defined]
+    return emitted
 
 
-def hand_over(_semantic: Any = None) -> None:
+@_in_early
+def _wait(semantic: Any) -> None:
+    gdc.gdc_wait(_semantic=semantic)
+
+
+@_in_early
+def _let_next(condition: Any, semantic: Any) -> None:
+    """`condition`: PTX that sets `yes`, with x and y to work with."""
+    said = f"{{ .reg .pred yes; .reg .u32 x, y; {condition.value} @yes griddepcontrol.launch_dependents; }} // $0"
+    tl.inline_asm_elementwise(said, "=r", [], dtype=tl.int32, is_pure=False, pack=1, _semantic=semantic)
+
+
+# Constants of JIT functions: what is emitted is part of the key of Triton's cache.
+_PROGRAMS = "mov.u32 x, %nctaid.x; mov.u32 y, %nctaid.y; mul.lo.u32 x, x, y; mov.u32 y, %nctaid.z; mul.lo.u32 x, x, y;"
+_FEW_PROGRAMS = tl.constexpr(f"{_PROGRAMS} setp.le.u32 yes, x, {_FEW};")
+_LARGE_PROGRAMS = tl.constexpr("mov.u32 x, %ntid.x; setp.ge.u32 yes, x, 128;")
+
+
+@triton.jit
+def take_over():
+    """In a kernel, before it touches what one before may have written or may read: waits until all of that has ended.
+
+    The next kernel may start now if this one's programs are few. Of many, the next one's would be spread unevenly,
+    where these leave room: add_rms_norm of 512 × 4096 took 6.6 µs so on an H200, 5.6 with `hand_over` after its loads.
+    silu_mul of 16 × 14336 took 1.5 so, 1.7 with `hand_over` alone. Before the wait, programs of many kernels would pile
+    up.
+    """
+    _wait()
+    _let_next(_FEW_PROGRAMS)
+
+
+@triton.jit
+def hand_over():
     """In a kernel, where all is read, or at once if there is little to do: the next one may start.
 
-    Without it, that is when all programs of this one have ended. Not of programs so small that to say it costs more
+    It may at the latest when all programs of this one have ended. Small programs do not say it, which would cost more
     than it saves: softmax of 32768 × 1024 took 40 µs on an H200, 33.5 without.
     """
-    if _is_early(_semantic):
-        _let_next("mov.u32 x, %ntid.x; setp.ge.u32 yes, x, 128;", _semantic)
-
-
-take_over.__triton_builtin__ = hand_over.__triton_builtin__ = True  # type: ignore[attr-defined]  # called by a compile
-
-
-def _is_early(semantic: Any) -> bool:
-    """Not on older devices, nor in the interpreter, which gives no semantic."""
-    return semantic is not None and bool(semantic.builder.options.launch_pdl)
-
-
-def _let_next(condition: str, semantic: Any) -> None:
-    """`condition`: PTX that sets `yes`, with x and y to work with."""
-    said = f"{{ .reg .pred yes; .reg .u32 x, y; {condition} @yes griddepcontrol.launch_dependents; }} // $0"
-    tl.inline_asm_elementwise(said, "=r", [], dtype=tl.int32, is_pure=False, pack=1, _semantic=semantic)
+    _let_next(_LARGE_PROGRAMS)
 
 
 def launch(

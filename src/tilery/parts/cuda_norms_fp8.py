@@ -22,8 +22,8 @@ def refusal(
 ) -> str | None:
     if per == "group" and _width(x, residual, weight) == 1:
         return "rows must start and end at multiples of 16 bytes where groups of them have scales"
-    if not _fits(x, config or default(x)):
-        return f"row of {x.shape[-1]} does not fit the registers of a cluster"
+    if not _fits(x, taken := config or default(x)):
+        return f"row of {x.shape[-1]} does not fit the registers of {taken.cluster} × {taken.threads} threads"
     return cuda_rows.shared_refusal(x, config)
 
 

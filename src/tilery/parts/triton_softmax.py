@@ -18,7 +18,7 @@ archs = ARCHS
 _MOST_VALUES = 128  # a lane: of 255 registers; the rest hold addresses
 _WHOLE = 32768  # the longest row that waits in registers: 64 values a lane with 16 warps
 _BLOCK = 8192  # of a row too long for that
-_FEW = 1024
+_FEW = 1024  # rows, up to which more warps hide what few programs wait for
 _BUSY = 264  # programs that keep an H200 busy: two for each of its processors
 
 

@@ -55,7 +55,7 @@ def _backward(args: tuple, outs: tuple[Tensor, ...], grads: tuple[Tensor | None,
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=norms.ALLOWED,
-    runtime=("eps", "offset"), kernels=("numba", "triton", "cuda"), first=rows.long_first,
+    runtime=("eps", "offset"), kernels=("numba", "triton", "cuda"), first=rows.cuda_first(16384),
     baselines=baselines(
         torch=_torch, compile=Compiled(_torch),
         liger=lambda *args: load("liger_kernel.ops").LigerFusedAddRMSNormFunction.apply(*args),

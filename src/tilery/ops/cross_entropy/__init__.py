@@ -87,10 +87,16 @@ def _gradients(args: Any, outs: Any, grads: Any) -> Any:
     return cross_entropy_backward(dloss, dlse, logits, targets, outs[1], *scalars), None, None, None, None
 
 
+def _first(logits: TensorSpec, targets: TensorSpec) -> str | None:
+    """Few short rows: 16 × 1024 takes 1.8 µs in Triton on an H200, 2.2 in CUDA C++."""
+    m, n, _ = rows.rows(logits)
+    return "triton" if logits.device.type == "cuda" and n <= 8192 and m * n <= 2**19 else None
+
+
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
     runtime=("label_smoothing", "ignore_index", "z_loss"),
-    kernels=("cuda", "numba", "triton"),
+    kernels=("cuda", "numba", "triton"), first=_first,
     # Not Liger: it gives no lse, and writes the gradient over its logits as it goes, which is another op.
     baselines=baselines(torch=_torch, compile=Compiled(_formula)),
     model_sizes=lambda model: [{"n": model.vocab_size}],

@@ -1,4 +1,4 @@
-"""A block or a cluster of blocks reads a row once; every thread keeps a maximum and sums of its own until the end."""
+"""A warp, a block or a cluster reads a row once; every thread keeps a maximum and sums of its own until the end."""
 
 import functools
 from dataclasses import dataclass

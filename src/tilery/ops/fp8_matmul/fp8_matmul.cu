@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 64) fp8_matmul_few(
         prefetch_map(a_map), prefetch_map(b_map);
     }
     __syncwarp();
-    Cluster<SPLITS>::begin();
+    Cluster<SPLITS>::begin(true);
     __syncthreads();
     float sums[COUNT] = {};
     if (warp == WARPGROUPS * 4) {

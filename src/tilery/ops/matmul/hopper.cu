@@ -147,7 +147,7 @@ __device__ __forceinline__ void multiply_few(const TensorMap& a_map, const Tenso
         prefetch_map(a_map), prefetch_map(b_map);
     }
     __syncwarp();
-    Cluster<SPLITS>::begin();
+    Cluster<SPLITS>::begin(true);
     __syncthreads();
     float sums[HALVES][Tile::COUNT];
     if (warp == WARPGROUPS * 4) {

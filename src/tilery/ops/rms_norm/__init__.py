@@ -43,7 +43,8 @@ def _torch(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=norms.ALLOWED,
     runtime=("eps", "offset"),
-    kernels=("numba", "triton", "cutile", "cuda", "tilelang", "cupy", "numba_cuda"), first=rows.long_first,
+    kernels=("numba", "triton", "cutile", "cuda", "tilelang", "cupy", "numba_cuda"),
+    first=rows.cuda_first(16384, many=131072),
     baselines=baselines(
         torch=_torch, compile=Compiled(_torch),
         liger=lambda *args: load("liger_kernel.ops").LigerRMSNormFunction.apply(*args),

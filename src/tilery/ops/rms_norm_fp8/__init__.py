@@ -63,7 +63,7 @@ def _torch(
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=fp8.ALLOWED,
-    runtime=("eps", "offset"), kernels=("numba", "triton", "cuda"), first=rows.long_first,
+    runtime=("eps", "offset"), kernels=("numba", "triton", "cuda"), first=rows.cuda_first(8192),
     baselines=baselines(torch=_torch, compile=Compiled(_torch)),
     model_sizes=lambda model: [{"n": model.hidden_size}],
     cases={"test": norms.fp8_cases(), **norms.fp8_bench_cases()},

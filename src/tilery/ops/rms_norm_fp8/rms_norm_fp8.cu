@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(THREADS) rms_norm_fp8(
         }
     });
     const float2 sums = row_sums<THREADS, BLOCKS>(squares, top, n, eps);
-    float made = scale_of<E5M2>(sums.y == 0.0f ? 0.0f : fabsf(sums.y * sums.x), pow2);  // a row of nothing has a scale too
+    float made = scale_of<E5M2>(n == 0 ? 0.0f : fabsf(sums.y * sums.x), pow2);  // a row of nothing has a scale too
     if (!GROUPED && threadIdx.x == 0 && Row::cluster::rank() == 0) scales[index * s_row] = made;
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {

@@ -4,7 +4,7 @@
 template <typename T, int VEC, int STEPS, int THREADS>
 __global__ void __launch_bounds__(THREADS)
 silu_mul(const T* gate, const T* up, T* y, i64 gate_stride, i64 up_stride, i64 n, int pieces) {
-    take_over();
+    take_over(gridDim.x <= 264);
     constexpr int PIECE = THREADS * STEPS * VEC;
     const i64 row = blockIdx.x / pieces, start = blockIdx.x % pieces * static_cast<i64>(PIECE);
     const int size = min(n - start, static_cast<i64>(PIECE));

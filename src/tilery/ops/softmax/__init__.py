@@ -46,7 +46,7 @@ def _torch(x: Tensor) -> Tensor:
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
-    kernels=("numba", "triton", "cutile", "cuda"), first=rows.very_long_first,
+    kernels=("numba", "triton", "cutile", "cuda"), first=rows.cuda_first(65536, many=65536),
     baselines=baselines(
         torch=_torch, compile=Compiled(_torch),
         liger=lambda x: load("liger_kernel.ops").LigerSoftmaxFunction.apply(x),
