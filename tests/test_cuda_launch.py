@@ -12,6 +12,7 @@ if why := backends.missing("cuda"):
 
 from tilery.backends import cuda_glue
 from tilery.backends.cuda_glue import Kernel
+from tilery.errors import CompileFailed
 
 _IDS = cuda_glue.driver.CUlaunchAttributeID
 _CLUSTER = _IDS.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -32,7 +33,7 @@ def launched(monkeypatch):
         found.append((how, (how.gridDimX, how.blockDimX, how.sharedMemBytes, int(how.hStream))))
         return (0,)
 
-    monkeypatch.setattr(cuda_glue.torch.cuda, "get_device_capability", lambda index: ((8, 0), (9, 0))[index])
+    monkeypatch.setattr(cuda_glue.device, "arch", lambda where: ("sm_80", "sm_90")[where.index])
     monkeypatch.setattr(cuda_glue.driver, "cuLaunchKernel", plain)
     monkeypatch.setattr(cuda_glue.driver, "cuLaunchKernelEx", configured)
     return found
@@ -69,6 +70,16 @@ def test_an_older_device_starts_nothing_early(launched):
     for index in (0, 1, 0):
         one._submit(None, index, 8, 5, (0,))
     assert [how.numAttrs for how, _ in launched] == [0, 1, 0]
+
+
+def test_one_that_starts_early_and_does_not_wait_does_not_compile(monkeypatch):
+    used = cuda_glue.cubin.Resources(8, 0, 0)
+    monkeypatch.setattr(Kernel, "build", lambda self, arch: cuda_glue.Built(b"", "ret;", {}))
+    monkeypatch.setattr(cuda_glue.cubin, "resources", lambda code: used)
+    monkeypatch.setattr(Path, "read_text", lambda self: "")
+    with pytest.raises(CompileFailed, match=r"x starts early, so it must call take_over\(\)"):
+        kernel(early=True).compile("sm_90")
+    assert kernel(early=True).compile("sm_80").registers == kernel().compile("sm_90").registers == 8
 
 
 def test_the_next_launch_has_its_own_grid_and_stream_and_a_thread_its_own_configuration(launched):

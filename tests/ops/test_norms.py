@@ -4,8 +4,13 @@ import pytest
 import torch
 
 import tilery
+from tilery import backends
 from tilery.errors import BadInput
+from tilery.op import REGISTRY
 from tilery.parts import fp8
+from tilery.spec import case
+from tilery.workbench.check import check
+from tilery.workbench.place import place
 
 X, RESIDUAL = torch.randn(6, 96).bfloat16(), torch.randn(6, 96).bfloat16()
 W = torch.randn(96).bfloat16()
@@ -27,6 +32,22 @@ def test_the_fused_norm_quantises_what_the_norm_gives():
     assert (values.float() - wanted).norm() <= 1e-2 * wanted.norm()
     fused, fused_scales, total = tilery.add_rms_norm_fp8(x, torch.zeros_like(x), w, per="group")
     assert torch.equal(fused.float(), values.float()) and torch.equal(fused_scales, scales) and torch.equal(total, x)
+
+
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "add_rms_norm", "rms_norm_fp8", "add_rms_norm_fp8"])
+def test_rows_that_are_read_again_end_where_no_block_does(monkeypatch, name, long):
+    """As many long rows are, from L1 or from memory; the last program has one row of two."""
+    if why := backends.missing("triton"):
+        pytest.skip(why)
+    from tilery.parts import triton_norms
+
+    if long:
+        monkeypatch.setattr(triton_norms, "_L1_BYTES", 0)
+    op, config = REGISTRY[name], triton_norms.Config(2, 128, 4)
+    for per in ("token", "group") if name.endswith("fp8") else (None,):
+        params = {"m": 5, "n": 300, "dtype": "fp32"} | ({} if per is None else {"per": per})
+        assert check(op, "triton", case(**params), place(op, "triton").device, config=config).refused is None
 
 
 def test_scales_in_columns_are_those_in_rows():

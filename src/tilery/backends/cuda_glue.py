@@ -25,7 +25,7 @@ _HEADERS = {path.name: path.read_text() for path in sorted(Path(__file__).parent
 # Line info is for profilers and sanitizers; the code is the same. CUDA 13.0 takes a lambda with `auto` parameters for
 # host code unless all code is the device's.
 _OPTIONS = ("--std=c++17", "--generate-line-info", "--device-as-default-execution-space")
-_EARLY = (9, 0)  # the first whose kernels may start while the one before ends
+_EARLY = 90  # the first whose kernels may start while the one before ends
 _FORMAT = 1  # of a cache entry
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 _PARAMETERS = {"P": ctypes.c_void_p, "q": ctypes.c_longlong, "i": ctypes.c_int, "f": ctypes.c_float, "T": None}
@@ -68,7 +68,7 @@ class Kernel:
 
     def compile(self, arch: str) -> Artifact:
         built = self.build(arch)
-        if self.early and int(arch.removeprefix("sm_")) >= 90 and "griddepcontrol.wait" not in built.ptx:
+        if self.early and _can_start_early(arch) and "griddepcontrol.wait" not in built.ptx:
             raise CompileFailed(f"{self.name} starts early, so it must call take_over() before it touches memory")
         used = cubin.resources(built.cubin)
         code = {"cuda": self.source.read_text(), "ptx": built.ptx}
@@ -113,7 +113,7 @@ class Kernel:
         how = self._local.__dict__.setdefault("hows", {})[index] = driver.CUlaunchConfig()
         how.gridDimY, how.gridDimZ, how.sharedMemBytes = 1, 1, self.shared
         how.blockDimX, how.blockDimY, how.blockDimZ = self.threads, 1, 1
-        early = self.early and torch.cuda.get_device_capability(index) >= _EARLY
+        early = self.early and _can_start_early(device.arch(torch.device("cuda", index)))
         how.attrs = ([_clusters_of(self.cluster)] if self.cluster > 1 else []) + ([_early()] if early else [])
         how.numAttrs = len(how.attrs)
         return how
@@ -142,6 +142,10 @@ def _clusters_of(blocks: int) -> Any:
     size = attribute.value.clusterDim
     size.x, size.y, size.z = blocks, 1, 1
     return attribute
+
+
+def _can_start_early(arch: str) -> bool:
+    return int(arch.removeprefix("sm_")) >= _EARLY
 
 
 @functools.cache

@@ -23,7 +23,7 @@ archs = block_rows.archs
 _CLUSTERS = (1, 2, 4, 8)  # more than 8 is not promised
 _HOPPER = 90  # the first with clusters and with loads that arrive by themselves
 _BUSY = 132  # blocks: one for every processor of an H200
-_LONG = 65536
+_LONG = 65536  # rows that are worth a cluster on every processor
 _CHUNK = 32  # bytes of an input in a slot of the ring, for each thread
 _SPARE = 1024  # bytes of shared memory that each block has besides its ring
 

@@ -233,9 +233,8 @@ def normalise(
         else:
             tl.store(y_ptr + cols, y, mask=mask)
     else:
-        SUMMED: tl.constexpr = (
-            READ == "long" and r_ptr is not None
-        )  # read again as the sum: half of what was read first
+        # Of two inputs the sum is read again, half of what was read first.
+        SUMMED: tl.constexpr = READ == "long" and r_ptr is not None
         # What will not be read again leaves L2 to what will: 512 × 131072 took 147 µs so on an H200, 161 without.
         WRITE: tl.constexpr = "evict_first" if READ == "long" else ""
         if CENTRED:
