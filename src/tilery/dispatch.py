@@ -43,6 +43,7 @@ class Plan:
     run: Callable[..., None]
     mutated: tuple[int, ...] = ()
     refusals: dict[str, str] = field(default_factory=dict)
+    check: Callable[[tuple[Any, ...]], None] | None = None  # what an op checks at every call, before the launch
     used: int = 0
     takes: Callable[[tuple[Any, ...]], bool] = lambda _: False  # whether a call is one of those this plan was made for
 
@@ -73,6 +74,8 @@ class Plan:
     def _start(
         self, outs: tuple[Tensor, ...], args: tuple[Any, ...], workspace: tuple[Tensor, ...] | None = None
     ) -> None:
+        if self.check is not None:
+            self.check(args)
         if self._idle:
             return
         self.run(outs, args, self.config, *(workspace or [new() for new in self._new_workspace]))
@@ -255,7 +258,9 @@ def decide(op: "Op", specs: tuple[Any, ...], backend: str | None, config: Any) -
     workspace = kernel.workspace(*specs, config=config) if hasattr(kernel, "workspace") else ()
     refused = {name: why for name, why in refusals.items() if why is not None}
     outs = op.outputs(*specs)
-    plan = Plan(op.name, chosen, config, source, where, outs, workspace, kernel.run, op.mutated, refused)
+    plan = Plan(
+        op.name, chosen, config, source, where, outs, workspace, kernel.run, op.mutated, refused, op.checks_at_calls()
+    )  # fmt: skip
     if explain:
         print(explained(plan, specs), file=sys.stderr)
     return plan

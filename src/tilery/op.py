@@ -11,10 +11,12 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from tilery import dispatch
+from tilery import dispatch, settings
 from tilery.errors import BadInput, NoBackward, require
+from tilery.indices import require_no_capture
 from tilery.spec import Bucket, Case, Cost, TensorSpec, require_dense
 
 
@@ -51,9 +53,15 @@ class Op:
     first: Callable[..., str | None] = lambda *specs: None  # specs -> the kernel to ask before the others, if any
     model_sizes: Callable[..., list[dict[str, int]]] = lambda model: []  # a model -> case params but m and dtype
     runtime: tuple[str, ...] = ()  # scalars that no decision depends on: not in the key, unseen by the functions above
+    check_runtime: Callable[..., None] | None = None  # the `runtime` scalars, at every call -> raises BadInput
     mutates: tuple[str, ...] = ()  # tensors written in place; such an op is named `op_`
+    # Complete arguments, tensors with their data -> raises BadInput for an integer that leads outside of a tensor.
+    # Called with TILERY_CHECK_INDICES=1 alone; see indices.py.
+    indices: Callable[..., None] | None = None
     # (args, outs, grads) -> a gradient or None per argument; calls other ops
     backward: Callable[..., Any] | None = None
+    # Complete arguments -> why the backward cannot serve this call, in a sentence, or None; asked where one is wanted.
+    backward_refusal: Callable[..., str | None] = lambda *args: None
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.reference)
@@ -81,8 +89,9 @@ class Op:
         if self.backward is None:
             LIBRARY.impl(self.name, self._refusing_autograd, "Autograd")
         else:
+            guarded: Any = _Guarded(self._refuse_gradients)
             torch.library.register_autograd(
-                f"tilery::{self.name}", self._backward, setup_context=self._save, lib=LIBRARY
+                f"tilery::{self.name}", self._backward, setup_context=self._save, lib=guarded
             )
         self.torch_op = getattr(torch.ops.tilery, self.name)
 
@@ -91,7 +100,7 @@ class Op:
         first = self.first(*specs)
         return self.kernels if first is None else (first, *(name for name in self.kernels if name != first))
 
-    # The way of a call
+    # Call path
 
     def __call__(
         self, *args: Any, backend: str | None = None, config: Any = None, out: Any = None, **kwargs: Any
@@ -101,6 +110,8 @@ class Op:
             return self.torch_op(*args, **kwargs)
         if kwargs or len(args) != len(self.names):
             args = self.complete(args, kwargs)
+        if _interferes():
+            return self._unusual_call(args, backend, config, out)
         if backend is None and config is None:
             for plan in self.plans.recent:
                 if plan.takes(args):
@@ -120,9 +131,7 @@ class Op:
         return plan(args, out)
 
     def _key(self, args: tuple[Any, ...], backend: str | None, config: Any) -> tuple[Any, ...] | None:
-        """What decides the plan; None unless every tensor is plain and no mode, transform or gradient has a say."""
-        if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
-            return None
+        """What decides the plan; None unless every tensor is plain and no gradient has a say."""
         key: list[Any] = [backend, config]
         grad = torch.is_grad_enabled()
         try:
@@ -132,6 +141,8 @@ class Op:
                         return None
                     key += (value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16 == 0)
                 elif type(value) in kind.types:
+                    if type(value) is int and not _fits(value):
+                        return None
                     key += [value] if kind.decides else []
                 else:
                     return None
@@ -170,7 +181,7 @@ class Op:
                 if t.data_ptr() & 15:
                     return False
             for i, types, decides, value in scalars:
-                if type(given[i]) not in types or (decides and given[i] != value):
+                if type(given[i]) not in types or (given[i] != value if decides else not _fits(given[i])):
                     return False
             return True
 
@@ -181,7 +192,7 @@ class Op:
         args, given = self.bind(args), args
         if any(a is not b for a, b in zip(args, given)):  # NumPy's scalars are Python's now
             return self(*args, backend=backend, config=config, out=out)
-        self._refuse_grad(args)
+        self._refuse_gradients(args)
         chosen = backend is not None or config is not None or out is not None
         require(not chosen, f"{self.name}: backend=, config= and out= are for plain tensors without gradients")
         return self.torch_op(*args)
@@ -213,6 +224,25 @@ class Op:
             self.check(*specs)
         except BadInput as error:
             raise BadInput(f"{self.name}: {error}") from None
+
+    def checks_at_calls(self) -> Callable[[tuple[Any, ...]], None] | None:
+        """What is checked at every call and not in the plan: runtime scalars and, if the settings ask, indices."""
+        check, indices = self.check_runtime, self.indices if settings.get().check_indices else None
+        if check is None and indices is None:
+            return None
+        where = tuple(self.names.index(n) for n in self.runtime)
+
+        def checks(args: tuple[Any, ...]) -> None:
+            try:
+                if check is not None:
+                    check(*[args[i] for i in where])
+                if indices is not None:
+                    require_no_capture()
+                    indices(*args)
+            except BadInput as error:
+                raise BadInput(f"{self.name}: {error}") from None
+
+        return checks
 
     def tolerance(self, specs: tuple[Any, ...]) -> dict[torch.dtype, float]:
         return self.allowed(*specs) if callable(self.allowed) else self.allowed
@@ -264,6 +294,8 @@ class Op:
                 raise BadInput(f"{self.name}: {name} must be {kind}, got {type(value).__name__}")
             if isinstance(value, Tensor):
                 require_dense(f"{self.name}: {name}", value)
+            if isinstance(value, int) and not _fits(value):
+                raise BadInput(f"{self.name}: {name} must be an integer of 64 bits, got {value}")
         return tuple(_plain_scalar(a, k) for a, k in zip(args, self._kinds))
 
     def specs(self, args: tuple[Any, ...], aligned: bool | None = None) -> tuple[Any, ...]:
@@ -288,19 +320,32 @@ class Op:
         return dispatch.unpacked(tuple(spec.empty() for spec in self.outputs(*specs)))
 
     def _refusing_autograd(self, *args: Any) -> Any:
-        self._refuse_grad(args)
+        self._refuse_gradients(args)
         with torch._C._AutoDispatchBelowAutograd():
             return self.torch_op(*args)
 
-    def _refuse_grad(self, args: tuple[Any, ...]) -> None:
-        if self.backward is not None or not torch.is_grad_enabled():
+    def _refuse_gradients(self, args: tuple[Any, ...]) -> None:
+        """Raise NoBackward where a gradient is asked for that this op does not have, or not for these arguments."""
+        tensors = [(n, v) for n, v in zip(self.names, args) if isinstance(v, Tensor)]
+        if forward_ad._current_level >= 0:
+            for name, value in tensors:
+                if forward_ad.unpack_dual(value).tangent is not None:
+                    raise NoBackward(
+                        f"{self.name} has no forward-mode derivative and {name} carries a tangent; "
+                        "use reverse mode (backward, torch.autograd.grad), or pass its primal"
+                    )
+        graded = [n for n, v in tensors if v.requires_grad] if torch.is_grad_enabled() else []
+        if not graded:
             return
-        for name, value in zip(self.names, args):
-            if isinstance(value, Tensor) and value.requires_grad:
-                raise NoBackward(
-                    f"{self.name} has no backward and {name} requires grad; call it under torch.no_grad() "
-                    f"or pass {name}.detach()"
-                )
+        instead = f"call it under torch.no_grad() or pass {graded[0]}.detach()"
+        if self.backward is None:
+            raise NoBackward(f"{self.name} has no backward and {graded[0]} requires grad; {instead}")
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise NoBackward(
+                f"{self.name} is not differentiated by torch.func; use backward or torch.autograd.grad, or {instead}"
+            )
+        if why := self.backward_refusal(*self.complete(args, {})):
+            raise NoBackward(f"{self.name}: {why}, and {graded[0]} requires grad; {instead}")
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outs = dispatch.packed(output)
@@ -314,6 +359,34 @@ class Op:
         args = tuple(next(saved) if is_tensor else v for is_tensor, v in zip(ctx.tensors, ctx.scalars))
         # Autograd hands out expanded gradients, of a sum say; ops take none.
         return self.backward(args, tuple(saved), tuple(g if g is None else g.contiguous() for g in grads))
+
+
+class _Guarded(NamedTuple):
+    """What `register_autograd` takes for a library: the kernel that it makes is asked for after a check."""
+
+    check: Callable[[tuple[Any, ...]], None]
+
+    def impl(self, name: str, kernel: Callable[..., Any], key: str, with_keyset: bool) -> None:
+        def guarded(keyset: Any, *args: Any) -> Any:
+            self.check(args)
+            return kernel(keyset, *args)
+
+        LIBRARY.impl(name, guarded, key, with_keyset=with_keyset)
+
+
+def _interferes() -> bool:
+    """Whether a mode, a transform, torch.jit.trace or forward-mode AD must see the call."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def _fits(value: Any) -> bool:
+    """Whether an integer has 64 bits at most; anything else does."""
+    return type(value) is not int or -(2**63) <= value < 2**63
 
 
 def _accepted(hint: Any) -> tuple[type, ...]:

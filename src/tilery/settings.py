@@ -22,20 +22,26 @@ class Settings:
     config_dir: Path  # TILERY_CONFIG_DIR: tuned configs, searched before the shipped ones
     sglang_dir: Path | None = None  # SGLANG_TILELANG_GEMM_CONFIG_DIR: where SGLang looks for configs of its products
     explain: bool = False  # TILERY_EXPLAIN=1: print every new plan
+    check_indices: bool = False  # TILERY_CHECK_INDICES=1: the host looks at lengths, offsets, pages, targets and ids
 
 
 def from_environment() -> Settings:
-    explain = os.environ.get("TILERY_EXPLAIN", "")
-    if explain not in _SWITCH:
-        raise BadSetting(f"TILERY_EXPLAIN must be 0 or 1, got {explain!r}")
     data = _folder("TILERY_DATA_DIR", platformdirs.user_data_dir("tilery"))
     return Settings(
         data_dir=data,
         cache_dir=_folder("TILERY_CACHE_DIR", platformdirs.user_cache_dir("tilery")),
         config_dir=_folder("TILERY_CONFIG_DIR", str(data / "tuned")),
         sglang_dir=_folder(_SGLANG, "") if os.environ.get(_SGLANG) else None,
-        explain=_SWITCH[explain],
+        explain=_switch("TILERY_EXPLAIN"),
+        check_indices=_switch("TILERY_CHECK_INDICES"),
     )
+
+
+def _switch(variable: str) -> bool:
+    value = os.environ.get(variable, "")
+    if value not in _SWITCH:
+        raise BadSetting(f"{variable} must be 0 or 1, got {value!r}")
+    return _SWITCH[value]
 
 
 def _folder(variable: str, default: str) -> Path:

@@ -35,6 +35,8 @@ class TensorSpec(NamedTuple):
     @classmethod
     def of(cls, t: Tensor, aligned: bool | None = None) -> "TensorSpec":
         """`aligned` is given for tensors without an address (fake, meta)."""
+        if aligned is None and t.numel() == 0:  # it lies nowhere: its strides, 0 if it was expanded, say nothing
+            return cls.contiguous(tuple(t.shape), t.dtype, t.device)
         return cls(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0 if aligned is None else aligned)
 
     @classmethod
