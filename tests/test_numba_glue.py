@@ -1,13 +1,18 @@
 """What Numba's kernels stand on: fp8 as torch rounds it, but for saturation; code that is kept on disk."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 pytest.importorskip("numba")
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import load, store
+from tilery.backends import numba_cache, numba_glue
+from tilery.backends.numba_glue import f32, load, store
 
 FORMATS = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
 
@@ -58,3 +63,52 @@ def test_code_on_disk_is_looked_at_without_compiling_it_again():
     anew = numba_glue.kernel(_fill.py_func)  # as another process would have it
     assert numba_glue.compile(anew, tensors, 3).code["asm"] == made.code["asm"]
     assert list(anew.stats.cache_hits.values()) == [1] and not anew.stats.cache_misses
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b[:-9] + bytes(9), lambda b: b""])
+def test_damaged_code_on_disk_is_built_anew(suffix, damage):
+    """Truncated, garbled or empty: the call must not see a pickle's or LLVM's error, then or ever after."""
+    tensors = (torch.empty(3),)
+    numba_glue.launch(_fill, False, tensors, 3)
+    kept = sorted(Path(_fill.stats.cache_path).glob(f"test_numba_glue._fill-*.{suffix}"))
+    assert kept
+    whole = [path.read_bytes() for path in kept]
+    for path in kept:
+        path.write_bytes(damage(path.read_bytes()))
+    again, after = (numba_glue.kernel(_fill.py_func) for _ in range(2))  # as two other processes would have it
+    numba_glue.launch(again, False, tensors, 3)
+    assert tensors[0].tolist() == [2.0] * 3 and sum(again.stats.cache_misses.values()) == 1
+    numba_glue.launch(after, False, tensors, 3)
+    assert sum(after.stats.cache_hits.values()) == 1, "what was damaged was not replaced"
+    assert [len(path.read_bytes()) for path in kept] == [len(data) for data in whole]
+
+
+def test_a_full_disk_costs_the_cache_and_not_the_call(monkeypatch):
+    def full(self, path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(numba_cache._HashedFiles, "_write", full)
+    one, tensors = (
+        numba_glue.kernel(lambda threads, target, n, dtype: store(target, 0, f32(n), dtype)),
+        (torch.zeros(1),),
+    )
+    with pytest.warns(UserWarning, match="cannot keep compiled kernels, each process builds them: .*No space left"):
+        numba_glue.launch(one, False, tensors, 5)
+    assert tensors[0].item() == 5
+
+
+def test_numba_without_its_compiler_is_a_refusal():
+    code = (
+        "import torch, tilery\n"
+        "try: tilery.rms_norm(torch.randn(3, 8), torch.randn(8), backend='numba')\n"
+        "except tilery.errors.NoBackend as error: print(error)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "NUMBA_DISABLE_JIT is set: unset it before Python starts" in run.stdout

@@ -81,7 +81,10 @@ def serves(built: str, present: str) -> bool:
 
 
 def refusal(kernel: str, where: torch.device, archs: tuple[str, ...], specs: tuple[Any, ...]) -> str | None:
-    """Why a kernel that builds for `archs` cannot run on this device."""
+    """Why a kernel that builds for `archs` cannot run in this process on this device."""
+    unable = getattr(load(kernel), "machine_refusal", None)
+    if unable and (why := unable()):
+        return why
     wants = "a CPU tensor" if archs == ("cpu",) else "a CUDA tensor"
     if where.type == "cpu" and "cpu" not in archs:
         interpreter = getattr(load(kernel), "interpreter_refusal", None)

@@ -5,12 +5,14 @@ plain addresses and, as its last argument, a number whose type says how elements
 A kernel that moves a second dtype takes its number, of STORAGE, as one more scalar.
 """
 
+import contextlib
 import functools
 import hashlib
 import os
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from tilery import settings
+from tilery.backends.numba_cache import KernelCache
 from tilery.spec import Artifact, TensorSpec
 
 f32 = np.float32
@@ -55,8 +58,9 @@ jit = numba.njit(**_OPTIONS)
 @functools.cache
 def _folder() -> str | None:
     """Where compiled code is kept. Numba does not notice edits of helpers, so the name holds the text of them all."""
-    helpers = sorted((Path(__file__).parents[1] / "parts").glob("numba_*.py"))
-    name = hashlib.sha256(b"".join(p.read_bytes() for p in (Path(__file__), *helpers))).hexdigest()[:12]
+    package = Path(__file__).parents[1]
+    helpers = sorted((*package.glob("backends/numba_*.py"), *package.glob("parts/numba_*.py")))
+    name = hashlib.sha256(b"".join(p.read_bytes() for p in helpers)).hexdigest()[:12]
     folder = Path(_config.CACHE_DIR or settings.get().cache_dir / "numba") / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,12 +73,22 @@ def _folder() -> str | None:
 
 def kernel(function: Any) -> Any:
     """Compiled on first use, kept on disk."""
-    folder, users = _folder(), _config.CACHE_DIR
-    _config.CACHE_DIR = folder or users  # read while decorating; the user's own kernels keep their folder
+    made, folder, users = numba.njit(parallel=True, **_OPTIONS)(function), _folder(), _config.CACHE_DIR
+    if _config.DISABLE_JIT or folder is None:
+        return made
+    _config.CACHE_DIR = folder  # read while the cache is made; the user's own kernels keep their folder
     try:
-        return numba.njit(parallel=True, cache=folder is not None, **_OPTIONS)(function)
+        made._cache = KernelCache(function)
     finally:
         _config.CACHE_DIR = users
+    return made
+
+
+def machine_refusal() -> str | None:
+    """Why no kernel of Numba's can run in this process."""
+    if _config.DISABLE_JIT:
+        return "Numba does not compile while NUMBA_DISABLE_JIT is set: unset it before Python starts"
+    return None
 
 
 def refusal(x: TensorSpec) -> str | None:
@@ -358,16 +372,29 @@ def launch(kernel: Any, parallel: bool, tensors: Any, *scalars: Any) -> None:
     if _concurrent:
         kernel(count, *addresses, *scalars, storage)
         return
-    with _lock:
+    with _lock, _kept_threads():
         kernel(count, *addresses, *scalars, storage)
         _concurrent = numba.threading_layer() != "workqueue"
+
+
+@contextlib.contextmanager
+def _kept_threads() -> Iterator[None]:
+    """Keep torch's number of threads, which Numba sets for both when it starts its own: they share OpenMP.
+
+    A user who set it to 1 may mean to fork: in a child, torch would wait for threads that are not there.
+    """
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
 
 
 def compile(kernel: Any, tensors: Any, *scalars: Any) -> Artifact:
     """From the disk where it is there: Numba keeps IR too, for callers to inline, and assembly is made of that."""
     storage = STORAGE[tensors[0].dtype]
     signature = (types.int64, *[types.int64] * len(tensors), *map(numba.typeof, (*scalars, storage)))
-    kernel.compile(signature)
+    with _kept_threads():
+        kernel.compile(signature)
     library = kernel.overloads[signature].library
     module = library._get_module_for_linking().clone()  # LLVM changes what it makes assembly of
     return Artifact("cpu", {"ir": str(module), "asm": library.codegen._tm.emit_assembly(module)})

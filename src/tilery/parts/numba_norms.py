@@ -5,7 +5,7 @@ import torch
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, at, f32, load, store
+from tilery.backends.numba_glue import FP32, ONE, ZERO, at, f32, load, store
 from tilery.parts import fp8
 from tilery.parts.numba_fp8 import magnitude, scale
 from tilery.parts.numba_rows import Config
@@ -110,19 +110,29 @@ def _gradients_of_row(dy, x, weight, dresidual, dx, sums, n, passed, eps, offset
         store(sums, j, load(sums, j, FP32) + gradient * normal, FP32)
 
 
+@numba_glue.jit
+def _gradients_of_rows(part, threads, tensors, strides, heads, m, n, passed, eps, offset, dtype):
+    (dy, x, weight, dresidual, dx, sums), (dy_stride, r_stride, stride, step) = tensors, strides
+    own = at(sums, 2 * part * n, FP32)
+    clear(own, n)
+    for row in range(part * m // threads, (part + 1) * m // threads):
+        settle(own, row, n)
+        dy_row, r_row = at(dy, row * dy_stride, dtype), at(dresidual, row * r_stride, dtype)
+        x_row, dx_row = at(x, start(row, stride, heads, step), dtype), at(dx, row * n, dtype)
+        _gradients_of_row(dy_row, x_row, weight, r_row, dx_row, own, n, passed, eps, offset, dtype)
+
+
 @numba_glue.kernel
 def rms_norm_backward(
     threads, dy, x, weight, dresidual, dx, dweight, sums,
     dy_stride, r_stride, stride, heads, step, m, n, passed, eps, offset, dtype,
 ):  # fmt: skip
     """Each thread takes a share of the rows and sums dweight in a row of its own; dresidual is added if `passed`."""
-    for i in prange(threads):
-        part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
-        own = at(sums, 2 * part * n, FP32)
-        clear(own, n)
-        for row in range(part * m // threads, (part + 1) * m // threads):
-            settle(own, row, n)
-            dy_row, r_row = at(dy, row * dy_stride, dtype), at(dresidual, row * r_stride, dtype)
-            x_row, dx_row = at(x, start(row, stride, heads, step), dtype), at(dx, row * n, dtype)
-            _gradients_of_row(dy_row, x_row, weight, r_row, dx_row, own, n, passed, eps, offset, dtype)
+    tensors, strides = (dy, x, weight, dresidual, dx, sums), (dy_stride, r_stride, stride, step)
+    if threads > 1:
+        for i in prange(threads):
+            part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
+            _gradients_of_rows(part, threads, tensors, strides, heads, m, n, passed, eps, offset, dtype)
+    else:
+        _gradients_of_rows(ZERO, ONE, tensors, strides, heads, m, n, passed, eps, offset, dtype)
     add_up(sums, dweight, threads, n, dtype)

@@ -4,7 +4,7 @@ import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import at, f32, load, store
+from tilery.backends.numba_glue import ZERO, at, f32, load, store
 from tilery.ops.add_rms_norm import outputs
 from tilery.parts import numba_rows
 from tilery.parts.numba_norms import add_row, rstd
@@ -27,17 +27,26 @@ def configs(x: TensorSpec, residual: TensorSpec, weight: TensorSpec) -> list[Con
     return numba_rows.configs()
 
 
+@numba_glue.jit
+def _rows(first, last, x, residual, weight, y, total, x_stride, r_stride, n, eps, shift, dtype):
+    for row in range(first, last):
+        y_row, sum_row = at(y, row * n, dtype), at(total, row * n, dtype)
+        add_row(at(x, row * x_stride, dtype), at(residual, row * r_stride, dtype), sum_row, n, dtype)
+        scale = rstd(sum_row, f32(0), n, eps, dtype)
+        for j in range(n):
+            store(y_row, j, load(sum_row, j, dtype) * scale * (load(weight, j, dtype) + shift), dtype)
+
+
 @numba_glue.kernel
 def _add_rms_norm(threads, x, residual, weight, y, total, x_stride, r_stride, m, n, eps, offset, dtype):
     shift = f32(offset)
-    for i in prange(threads):
-        part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
-        for row in range(part * m // threads, (part + 1) * m // threads):
-            y_row, sum_row = at(y, row * n, dtype), at(total, row * n, dtype)
-            add_row(at(x, row * x_stride, dtype), at(residual, row * r_stride, dtype), sum_row, n, dtype)
-            scale = rstd(sum_row, f32(0), n, eps, dtype)
-            for j in range(n):
-                store(y_row, j, load(sum_row, j, dtype) * scale * (load(weight, j, dtype) + shift), dtype)
+    if threads > 1:
+        for i in prange(threads):
+            part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
+            first, last = part * m // threads, (part + 1) * m // threads
+            _rows(first, last, x, residual, weight, y, total, x_stride, r_stride, n, eps, shift, dtype)
+    else:
+        _rows(ZERO, m, x, residual, weight, y, total, x_stride, r_stride, n, eps, shift, dtype)
 
 
 def _arguments(outs, x, residual, weight, eps=1e-6, offset=0.0):

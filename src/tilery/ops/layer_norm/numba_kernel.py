@@ -4,7 +4,7 @@ import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import at, load, store
+from tilery.backends.numba_glue import ZERO, at, load, store
 from tilery.ops.layer_norm import outputs
 from tilery.parts import numba_rows
 from tilery.parts.numba_norms import mean, rstd
@@ -27,17 +27,26 @@ def configs(x: TensorSpec, weight: TensorSpec, bias: TensorSpec) -> list[Config]
     return numba_rows.configs()
 
 
+@numba_glue.jit
+def _rows(first, last, x, weight, bias, y, stride, n, eps, dtype):
+    for row in range(first, last):
+        x_row, y_row = at(x, row * stride, dtype), at(y, row * n, dtype)
+        centre = mean(x_row, n, dtype)
+        scale = rstd(x_row, centre, n, eps, dtype)
+        for j in range(n):
+            normal = (load(x_row, j, dtype) - centre) * scale
+            store(y_row, j, normal * load(weight, j, dtype) + load(bias, j, dtype), dtype)
+
+
 @numba_glue.kernel
 def _layer_norm(threads, x, weight, bias, y, stride, m, n, eps, dtype):
-    for i in prange(threads):
-        part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
-        for row in range(part * m // threads, (part + 1) * m // threads):
-            x_row, y_row = at(x, row * stride, dtype), at(y, row * n, dtype)
-            centre = mean(x_row, n, dtype)
-            scale = rstd(x_row, centre, n, eps, dtype)
-            for j in range(n):
-                normal = (load(x_row, j, dtype) - centre) * scale
-                store(y_row, j, normal * load(weight, j, dtype) + load(bias, j, dtype), dtype)
+    if threads > 1:
+        for i in prange(threads):
+            part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
+            first, last = part * m // threads, (part + 1) * m // threads
+            _rows(first, last, x, weight, bias, y, stride, n, eps, dtype)
+    else:
+        _rows(ZERO, m, x, weight, bias, y, stride, n, eps, dtype)
 
 
 def _arguments(outs, x, weight, bias, eps=1e-5):

@@ -4,7 +4,7 @@ import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, at, f32, load, store
+from tilery.backends.numba_glue import FP32, ONE, ZERO, at, f32, load, store
 from tilery.ops.layer_norm_backward import outputs
 from tilery.parts import numba_rows
 from tilery.parts.numba_norms import add_up, clear, mean, partial_sums, rstd, settle
@@ -47,20 +47,28 @@ def _row(dy, x, weight, dx, dw_sums, db_sums, n, eps, dtype):
         store(db_sums, j, load(db_sums, j, FP32) + gradient, FP32)
 
 
+@numba_glue.jit
+def _rows(part, threads, dy, x, weight, dx, dw_sums, db_sums, dy_stride, stride, m, n, eps, dtype):
+    dw_own, db_own = at(dw_sums, 2 * part * n, FP32), at(db_sums, 2 * part * n, FP32)
+    clear(dw_own, n)
+    clear(db_own, n)
+    for row in range(part * m // threads, (part + 1) * m // threads):
+        settle(dw_own, row, n)
+        settle(db_own, row, n)
+        dy_row, x_row = at(dy, row * dy_stride, dtype), at(x, row * stride, dtype)
+        _row(dy_row, x_row, weight, at(dx, row * n, dtype), dw_own, db_own, n, eps, dtype)
+
+
 @numba_glue.kernel
 def _layer_norm_backward(
     threads, dy, x, weight, dx, dweight, dbias, dw_sums, db_sums, dy_stride, stride, m, n, eps, dtype
 ):
-    for i in prange(threads):
-        part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
-        dw_own, db_own = at(dw_sums, 2 * part * n, FP32), at(db_sums, 2 * part * n, FP32)
-        clear(dw_own, n)
-        clear(db_own, n)
-        for row in range(part * m // threads, (part + 1) * m // threads):
-            settle(dw_own, row, n)
-            settle(db_own, row, n)
-            dy_row, x_row = at(dy, row * dy_stride, dtype), at(x, row * stride, dtype)
-            _row(dy_row, x_row, weight, at(dx, row * n, dtype), dw_own, db_own, n, eps, dtype)
+    if threads > 1:
+        for i in prange(threads):
+            part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
+            _rows(part, threads, dy, x, weight, dx, dw_sums, db_sums, dy_stride, stride, m, n, eps, dtype)
+    else:
+        _rows(ZERO, ONE, dy, x, weight, dx, dw_sums, db_sums, dy_stride, stride, m, n, eps, dtype)
     add_up(dw_sums, dweight, threads, n, dtype)
     add_up(db_sums, dbias, threads, n, dtype)
 

@@ -47,29 +47,56 @@ def _write(x, values, x_stride, k, first, last, start, count, made, storage, dty
             store(v_row, j, load(x_row, j, dtype) * inverse, storage)
 
 
+@numba_glue.jit
+def _row_of_blocks(b, x, values, scales, x_stride, m, k, side, largest, pow2, storage, dtype):
+    first, last, across = b * side, min(b * side + side, m), (k + side - 1) // side
+    for c in range(across):
+        start, count = c * side, min(side, k - c * side)
+        made = scale(_greatest(x, x_stride, first, last, start, count, dtype), largest, pow2)
+        store(scales, b * across + c, made, FP32)
+        _write(x, values, x_stride, k, first, last, start, count, made, storage, dtype)
+
+
 @numba_glue.kernel
 def _blocks(threads, x, values, scales, x_stride, m, k, side, largest, pow2, storage, dtype):
-    across = (k + side - 1) // side
-    for b in prange((m + side - 1) // side):
-        first, last = np.int64(b) * side, min(np.int64(b) * side + side, m)
-        for c in range(across):
-            start, count = c * side, min(side, k - c * side)
-            made = scale(_greatest(x, x_stride, first, last, start, count, dtype), largest, pow2)
-            store(scales, np.int64(b) * across + c, made, FP32)
-            _write(x, values, x_stride, k, first, last, start, count, made, storage, dtype)
+    down = (m + side - 1) // side
+    if threads > 1:
+        for i in prange(down):
+            b = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
+            _row_of_blocks(b, x, values, scales, x_stride, m, k, side, largest, pow2, storage, dtype)
+    else:
+        for b in range(down):
+            _row_of_blocks(b, x, values, scales, x_stride, m, k, side, largest, pow2, storage, dtype)
+
+
+# Outside of the kernel: in it Numba would make parallel loops of them, also for one thread.
+@numba_glue.jit
+def _zeros(count):
+    return np.zeros(count, np.int32)
+
+
+@numba_glue.jit
+def _top(values):
+    return values.max()
 
 
 @numba_glue.kernel
 def _tensor(threads, x, values, scales, x_stride, m, k, largest, pow2, storage, dtype):
-    tops = np.zeros(threads, np.int32)
-    for i in prange(threads):
-        p = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
-        tops[p] = _greatest(x, x_stride, p * m // threads, (p + 1) * m // threads, ZERO, k, dtype)
-    made = scale(tops.max(), largest, pow2)
+    tops = _zeros(threads)
+    if threads > 1:
+        for i in prange(threads):
+            p = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
+            tops[p] = _greatest(x, x_stride, p * m // threads, (p + 1) * m // threads, ZERO, k, dtype)
+    else:
+        tops[0] = _greatest(x, x_stride, ZERO, m, ZERO, k, dtype)
+    made = scale(_top(tops), largest, pow2)
     store(scales, 0, made, FP32)
-    for i in prange(threads):
-        p = np.int64(i)
-        _write(x, values, x_stride, k, p * m // threads, (p + 1) * m // threads, ZERO, k, made, storage, dtype)
+    if threads > 1:
+        for i in prange(threads):
+            p = np.int64(i)
+            _write(x, values, x_stride, k, p * m // threads, (p + 1) * m // threads, ZERO, k, made, storage, dtype)
+    else:
+        _write(x, values, x_stride, k, ZERO, m, ZERO, k, made, storage, dtype)
 
 
 def _call(outs, x, per, layout, pow2, format):

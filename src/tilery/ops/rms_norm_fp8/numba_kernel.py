@@ -4,7 +4,7 @@ import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import STORAGE, at, f32
+from tilery.backends.numba_glue import STORAGE, ZERO, at, f32
 from tilery.ops.rms_norm_fp8 import outputs
 from tilery.parts import numba_rows
 from tilery.parts.fp8 import LARGEST
@@ -28,18 +28,29 @@ def configs(x: TensorSpec, weight: TensorSpec, per, layout, pow2, format) -> lis
     return numba_rows.configs()
 
 
+@numba_glue.jit
+def _rows(first, last, tensors, strides, n, eps, offset, group, largest, pow2, fp8, dtype):
+    (x, weight, values, scales), (stride, s_stride, s_step) = tensors, strides
+    for row in range(first, last):
+        x_row = at(x, row * stride, dtype)
+        quantise_row(
+            x_row, weight, at(values, row * n, fp8), scales, row * s_stride, s_step,
+            rstd(x_row, f32(0), n, eps, dtype), n, offset, group, largest, pow2, fp8, dtype,
+        )  # fmt: skip
+
+
 @numba_glue.kernel
 def _rms_norm_fp8(
     threads, x, weight, values, scales, stride, s_stride, s_step, m, n, eps, offset, group, largest, pow2, fp8, dtype
 ):
-    for i in prange(threads):
-        part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
-        for row in range(part * m // threads, (part + 1) * m // threads):
-            x_row = at(x, row * stride, dtype)
-            quantise_row(
-                x_row, weight, at(values, row * n, fp8), scales, row * s_stride, s_step,
-                rstd(x_row, f32(0), n, eps, dtype), n, offset, group, largest, pow2, fp8, dtype,
-            )  # fmt: skip
+    tensors, strides = (x, weight, values, scales), (stride, s_stride, s_step)
+    if threads > 1:
+        for i in prange(threads):
+            part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
+            first, last = part * m // threads, (part + 1) * m // threads
+            _rows(first, last, tensors, strides, n, eps, offset, group, largest, pow2, fp8, dtype)
+    else:
+        _rows(ZERO, m, tensors, strides, n, eps, offset, group, largest, pow2, fp8, dtype)
 
 
 def _arguments(outs, x, weight, eps, offset, per, layout, pow2, format):
