@@ -31,6 +31,8 @@ class _Kind(NamedTuple):
         return " or ".join("None" if t is NoneType else t.__name__ for t in self.types)
 
 
+_FP32_ERROR = 1e-6  # rms, of fp32 arithmetic, where an op has no fp32 results
+_OUTLIER = 6  # so many times the rms error may be that of a single element; up to 2 were seen on an H200
 REGISTRY: dict[str, "Op"] = {}
 LIBRARY = torch.library.Library("tilery", "FRAGMENT")  # not custom_op: its wrappers cost host time
 
@@ -50,6 +52,10 @@ class Op:
     allowed: dict[torch.dtype, float] | Callable[..., dict[torch.dtype, float]]
     kernels: tuple[str, ...]  # "language" or "language.variant", in order of preference
     baselines: dict[str, Callable[..., Any]]  # "baseline:..." -> what a user would run otherwise
+    # Whether values are rounded to the first tensor's dtype between steps, as attention's probabilities are. Else they
+    # are rounded once, at the end, and what comes before is fp32.
+    rounds_between: bool = False
+    rows_cancel: bool = False  # whether terms as large as other rows cancel to nothing in some: see workbench/judge.py
     first: Callable[..., str | None] = lambda *specs: None  # specs -> the kernel to ask before the others, if any
     model_sizes: Callable[..., list[dict[str, int]]] = lambda model: []  # a model -> case params but m and dtype
     runtime: tuple[str, ...] = ()  # scalars that no decision depends on: not in the key, unseen by the functions above
@@ -246,6 +252,15 @@ class Op:
 
     def tolerance(self, specs: tuple[Any, ...]) -> dict[torch.dtype, float]:
         return self.allowed(*specs) if callable(self.allowed) else self.allowed
+
+    def slack(self, specs: tuple[Any, ...]) -> dict[torch.dtype, float]:
+        """What an element may be off by besides its last rounding, of its own size and its row's rms together."""
+        allowed = self.tolerance(specs)
+        wide = allowed.get(torch.float32, _FP32_ERROR)
+        given = next(s.dtype for s in specs if isinstance(s, TensorSpec))
+        if self.rounds_between:  # to the dtype of the first tensor
+            return {dtype: _OUTLIER * allowed.get(given, most) for dtype, most in allowed.items()}
+        return {dtype: _OUTLIER * min(most, wide) for dtype, most in allowed.items()}
 
     def kernel(self, name: str) -> ModuleType:
         """The kernel's module, imported on first use."""

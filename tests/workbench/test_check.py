@@ -8,6 +8,7 @@ from tilery.op import REGISTRY
 from tilery.spec import case
 from tilery.workbench import check as workbench
 from tilery.workbench.check import check, error
+from tilery.workbench.judge import judge
 
 NAN, INF = float("nan"), float("inf")
 
@@ -33,6 +34,56 @@ def t(*values):
 )
 def test_error(out, ref, wanted):
     assert error(out, ref) == wanted
+
+
+@pytest.mark.parametrize("name", ["silu_mul", "rms_norm", "softmax"])
+def test_few_wrong_elements_of_many_are_found(name, monkeypatch):
+    """Ten of eight million: too few for the rms of the whole to notice."""
+    op = REGISTRY[name]
+    kernel = op.kernel("numba")
+    right, problem = kernel.run, case(m=2048, n=4096, dtype="bf16")
+
+    def drops_some(outs, args, config):
+        right(outs, args, config)
+        outs[0].view(-1)[:: outs[0].numel() // 10] = 0
+
+    assert check(op, "numba", problem, "cpu").errors
+    monkeypatch.setattr(kernel, "run", drops_some)
+    with pytest.raises(Wrong, match=r"output 0 is 0 at \[\d+, \d+\] where .* is right, .* × what rounding allows"):
+        check(op, "numba", problem, "cpu")
+
+
+@pytest.mark.parametrize("per", ["tensor", "token", "group", "block"])
+def test_an_fp8_value_beside_the_right_one_is_found(per, monkeypatch):
+    op = REGISTRY["quantize_fp8"]
+    kernel = op.kernel("numba")
+    right, problem = kernel.run, case(m=40, n=128, dtype="fp32", per=per)
+
+    def steps_aside(outs, args, config):
+        right(outs, args, config)
+        bits = outs[0].view(torch.uint8).view(-1)
+        bits[1234] = bits[1234] + (1 if bits[1234] & 0x7F < 0x40 else -1)
+
+    for seed in range(5):
+        monkeypatch.setattr(kernel, "run", right)
+        assert check(op, "numba", problem, "cpu", seed=seed).errors
+        monkeypatch.setattr(kernel, "run", steps_aside)
+        with pytest.raises(Wrong, match=r"output 0 is .* at \[9, 82\] where"):
+            check(op, "numba", problem, "cpu", seed=seed)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_one_rounding_is_allowed_and_the_neighbour_is_not(dtype):
+    ref = torch.randn(64, 33, dtype=torch.float64).clamp(-3, 3)
+    out = ref.float().to(dtype)
+    assert 0.5 < judge(out, ref, 1e-9).excess <= 1
+    bits = out.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[out.itemsize])
+    bits[40, 20] += 1
+    found = judge(out, ref, 1e-9)
+    assert found.excess > 1 and found.element == (40, 20)
+    assert judge(out, ref, 1.0).excess < 1  # slack is for what comes before the rounding
 
 
 def test_an_element_that_is_not_written_is_found(monkeypatch):

@@ -12,7 +12,7 @@ from tilery.ladder.rungs import RUNGS, Step, product
 from tilery.spec import Case
 from tilery.workbench import bench
 from tilery.workbench.bench import BASE, Unit
-from tilery.workbench.check import compared, poisoned, reference
+from tilery.workbench.check import Limits, poisoned, reference
 from tilery.workbench.child import relay, serve
 from tilery.workbench.result import Row
 
@@ -104,10 +104,10 @@ def _judge(row: Row, step: Step, args: tuple[Any, ...], right: Tensor, seed: int
     except Exception as error:
         row.status, row.reason = "fail", f"{type(error).__name__}: {error}"
         return
-    row.error, row.max_diff = compared(c, right)
-    most = op.tolerance(specs)[c.dtype]
-    if not row.error <= most:  # written so that NaN fails
-        row.status, row.reason = "fail", f"error {row.error:.2e}, allowed {most:.0e}, seed={seed}"
+    found, why = Limits.of(op, specs).reason(c, right)
+    row.error, row.max_diff = found.error, found.largest
+    if why is not None:
+        row.status, row.reason = "fail", f"c {why}, seed={seed}"
 
 
 if __name__ == "__main__":

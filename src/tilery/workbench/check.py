@@ -1,6 +1,5 @@
 """Is a kernel right? Poisoned outputs, a float64 reference, and refusals held to what the case declares."""
 
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ from torch import Tensor
 from tilery import device, dispatch
 from tilery.errors import BadInput, Wrong
 from tilery.op import Op
-from tilery.spec import Case
+from tilery.spec import Case, TensorSpec
 from tilery.workbench.compile import Compiler, specs_for
+from tilery.workbench.judge import Judged, judge
 from tilery.workbench.place import Place, not_run, place
 from tilery.workbench.result import Row
 
@@ -21,6 +21,7 @@ from tilery.workbench.result import Row
 _POISON = {torch.float8_e4m3fn: -416.0, torch.int8: -99, torch.uint8: 199, torch.bool: True}
 _POISON_ELSE = -24576
 _PEER_ALLOWED = 2e-2  # of what reads 16 bits or fewer: some round between their steps
+_PEER_SLACK = 8 * _PEER_ALLOWED
 
 
 @dataclass(frozen=True)
@@ -31,30 +32,43 @@ class Checked:
 
 
 Right = tuple[Tensor, ...]  # outputs, then mutated arguments
-_CHUNK = 2**24  # elements compared at a time: float64 copies of a whole output would fill a laptop
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an op's results may be off by, by dtype; see judge.py."""
+
+    error: dict[torch.dtype, float]  # of all elements: rms(out - ref) / rms(ref)
+    slack: dict[torch.dtype, float]  # of an element, besides its last rounding
+    whole: bool = False  # the slack is of all rows' rms, not of each row's
+
+    @classmethod
+    def of(cls, op: Op, specs: tuple[Any, ...]) -> "Limits":
+        return cls(op.tolerance(specs), op.slack(specs), op.rows_cancel)
+
+    def reason(self, out: Tensor, ref: Tensor) -> tuple[Judged, str | None]:
+        """How far `out` is from `ref`, and in words why that is too far; None if it is not."""
+        error, slack = (_of(limits, out.dtype) for limits in (self.error, self.slack))
+        found = judge(out, ref, slack, self.whole)
+        if not found.error <= error:  # written so that NaN fails
+            return found, f"has error {found.error:.2e}, allowed {error:.0e}"
+        if not found.excess <= 1:
+            at = list(found.element)
+            came, wanted = out[found.element].item(), ref[found.element].item()
+            return (
+                found,
+                f"is {came:.6g} at {at} where {wanted:.6g} is right, {found.excess:.2g} × what rounding allows",
+            )
+        return found, None
+
+
+def _of(limits: dict[torch.dtype, float], dtype: torch.dtype) -> float:
+    return limits.get(dtype, max(limits.values()))  # a peer may answer in another dtype
 
 
 def error(out: Tensor, ref: Tensor) -> float:
     """rms(out - ref) / rms(ref) in float64 over what is finite; inf unless NaN and infinities are in place."""
-    return compared(out, ref)[0]
-
-
-def compared(out: Tensor, ref: Tensor) -> tuple[float, float]:
-    """The error, and the largest difference of an element."""
-    difference = total = largest = 0.0
-    for o, r in zip(out.reshape(-1).split(_CHUNK), ref.reshape(-1).split(_CHUNK)):
-        o, r = o.double(), r.double()
-        finite = r.isfinite()
-        in_place = torch.equal(o[~finite].nan_to_num(nan=1.5), r[~finite].nan_to_num(nan=1.5))
-        if not in_place or not o[finite].isfinite().all():
-            return float("inf"), float("inf")
-        off = (o - r)[finite]
-        difference += off.square().sum().item()
-        total += r[finite].square().sum().item()
-        largest = max(largest, off.abs().max().item() if off.numel() else 0.0)
-    if difference == 0:
-        return 0.0, 0.0
-    return math.sqrt(difference / total) if total else float("inf"), largest
+    return judge(out, ref, 0.0).error
 
 
 def poisoned(spec: Any) -> Tensor:
@@ -68,22 +82,26 @@ def check(op: Op, kernel: str, case: Case, target: Any, seed: int | None = None,
 
 
 def check_call(
-    op: Op, kernel: str, args: tuple[Any, ...], where: str, config: Any = None, right: Right | None = None
-) -> Checked:
-    """The same of given arguments; `where` is what is checked, in words. `right`: what `reference` said of them."""
+    op: Op, kernel: str, args: tuple[Any, ...], where: str, config: Any = None, right: Right | None = None,
+    allocate: Callable[[TensorSpec], Tensor] = poisoned,
+) -> Checked:  # fmt: skip
+    """The same of given arguments; `where` is what is checked, in words. `right`: what `reference` said of them.
+
+    `allocate` makes the outputs, then the workspace.
+    """
     where += f" {config}" if config is not None else ""
     specs = op.specs(args)
     op.validate(specs)
     if why := dispatch.refusal(op, kernel, specs, config):
         return Checked((), why)
     plan = dispatch.decide(op, specs, kernel, config)
-    outs, workspace = (tuple(map(poisoned, specs)) for specs in (plan.outs, plan.workspace))
+    outs, workspace = (tuple(map(allocate, specs)) for specs in (plan.outs, plan.workspace))
 
     def launch(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
         plan.launch(outs, args, workspace)
         return outs
 
-    return _judged(op, where, args, launch, op.tolerance(specs), right)
+    return _judged(op, where, args, launch, Limits.of(op, specs), right)
 
 
 def reference(op: Op, args: Sequence[Any]) -> Right:
@@ -107,9 +125,14 @@ def check_baseline(op: Op, name: str, case: Case, target: Any, seed: int | None 
         return () if op.mutates or made is None else dispatch.packed(made)
 
     narrow = any(isinstance(a, Tensor) and a.is_floating_point() and a.itemsize < 4 for a in args)
-    ours = op.tolerance(op.specs(args))
-    allowed = {dtype: max(most, _PEER_ALLOWED) if narrow else most for dtype, most in ours.items()}
-    return _judged(op, where, args, call, allowed)
+    limits = Limits.of(op, op.specs(args))
+    if narrow:
+        most, slack = (
+            {dtype: max(value, least) for dtype, value in ours.items()}
+            for ours, least in ((limits.error, _PEER_ALLOWED), (limits.slack, _PEER_SLACK))
+        )
+        limits = Limits(most, slack, limits.whole)
+    return _judged(op, where, args, call, limits)
 
 
 def _drawn(op: Op, arm: str, case: Case, target: Any, seed: int | None) -> tuple[str, tuple[Any, ...]]:
@@ -121,7 +144,7 @@ def _drawn(op: Op, arm: str, case: Case, target: Any, seed: int | None) -> tuple
 
 def _judged(
     op: Op, where: str, args: tuple[Any, ...], call: Callable[[tuple[Any, ...]], tuple[Any, ...]],
-    allowed: dict[torch.dtype, float], right: Right | None = None,
+    limits: Limits, right: Right | None = None,
 ) -> Checked:  # fmt: skip
     """Runs it and compares outputs, then mutated arguments, with the float64 reference; other inputs must be kept."""
     before = [a.clone() if isinstance(a, Tensor) else a for a in args]
@@ -130,7 +153,7 @@ def _judged(
         torch.cuda.synchronize()
     _require_inputs_kept(op, where, before, args)
     outs = (*outs, *(args[i] for i in op.mutated))
-    return _held(where, reference(op, before) if right is None else right, outs, allowed)
+    return _held(where, reference(op, before) if right is None else right, outs, limits)
 
 
 def conform(op: Op, kernel: str, case: Case, target: Any) -> Checked:
@@ -154,7 +177,7 @@ def _bits(t: Tensor) -> Tensor:
     return t.contiguous().as_strided((t.numel(),), (1,)).view(torch.uint8)  # a size of 1 may have any stride
 
 
-def _held(where: str, refs: Right, outs: tuple[Any, ...], allowed: dict[torch.dtype, float]) -> Checked:
+def _held(where: str, refs: Right, outs: tuple[Any, ...], limits: Limits) -> Checked:
     """`outs` are the op's outputs, then its mutated arguments; None is one that a peer does not compute."""
     if len(outs) != len(refs):
         raise Wrong(f"{where}: should give {len(refs)} outputs, gave {len(outs)}")
@@ -164,12 +187,11 @@ def _held(where: str, refs: Right, outs: tuple[Any, ...], allowed: dict[torch.dt
             continue
         if out.shape != ref.shape:
             raise Wrong(f"{where}: output {i} must be {list(ref.shape)}, is {list(out.shape)}")
-        found, off = compared(out, ref)
-        errors.append(found)
-        largest = max(largest, off)
-        most = allowed.get(out.dtype, max(allowed.values()))  # a peer may answer in another dtype
-        if not found <= most:  # written so that NaN fails
-            raise Wrong(f"{where}: output {i} has error {found:.2e}, allowed {most:.0e}")
+        found, why = limits.reason(out, ref)
+        if why is not None:
+            raise Wrong(f"{where}: output {i} {why}")
+        errors.append(found.error)
+        largest = max(largest, found.largest)
     return Checked(tuple(errors), max_diff=largest)
 
 

@@ -31,12 +31,12 @@ def bucket(x: TensorSpec, residual: TensorSpec, weight: TensorSpec) -> Bucket:
 
 def inputs(
     m: int, n: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
-    offset: float = 0.0, device: str = "cuda", seed: int = 0,
+    eps: float = 1e-6, offset: float = 0.0, device: str = "cuda", seed: int = 0,
 ) -> dict[str, Tensor | float]:  # fmt: skip
     g = draw.generator(seed, device)
     x = rows.draw(m, n, dtype, g, layout, special, batch)
     residual = rows.draw(m, n, dtype, g, "contiguous", "none", batch)  # the two differ in row stride where layout says
-    return {"x": x, "residual": residual, "weight": draw.vector(n, dtype, g), "offset": offset}
+    return {"x": x, "residual": residual, "weight": draw.vector(n, dtype, g), "eps": eps, "offset": offset}
 
 
 def _torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
@@ -54,8 +54,9 @@ def _backward(args: tuple, outs: tuple[Tensor, ...], grads: tuple[Tensor | None,
 
 
 @op(
-    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=norms.ALLOWED,
-    runtime=("eps", "offset"), kernels=("numba", "triton", "cuda"), first=rows.cuda_first(16384),
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=norms.ALLOWED, rounds_between=True,
+    runtime=("eps", "offset"), check_runtime=norms.check_eps,
+    kernels=("numba", "triton", "cuda"), first=rows.cuda_first(16384),
     baselines=baselines(
         torch=_torch, compile=Compiled(_torch),
         liger=lambda *args: load("liger_kernel.ops").LigerFusedAddRMSNormFunction.apply(*args),

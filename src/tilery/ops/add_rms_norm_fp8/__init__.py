@@ -59,7 +59,9 @@ def _torch(
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=norms.ALLOWED | fp8.ALLOWED,
-    runtime=("eps", "offset"), kernels=("numba", "triton", "cuda"), first=rows.cuda_first(8192),
+    rounds_between=True,
+    runtime=("eps", "offset"), check_runtime=norms.check_eps,
+    kernels=("numba", "triton", "cuda"), first=rows.cuda_first(8192),
     baselines=baselines(torch=_torch, compile=Compiled(_torch)),
     model_sizes=lambda model: [{"n": model.hidden_size}],
     cases={"test": norms.fp8_cases(), **norms.fp8_bench_cases()},
