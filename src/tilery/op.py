@@ -52,8 +52,8 @@ class Op:
     allowed: dict[torch.dtype, float] | Callable[..., dict[torch.dtype, float]]
     kernels: tuple[str, ...]  # "language" or "language.variant", in order of preference
     baselines: dict[str, Callable[..., Any]]  # "baseline:..." -> what a user would run otherwise
-    # Whether values are rounded to the first tensor's dtype between steps, as attention's probabilities are. Else they
-    # are rounded once, at the end, and what comes before is fp32.
+    # Whether values are rounded to the narrowest input's dtype between steps, as attention's probabilities are. Else
+    # they are rounded once, at the end, and what comes before is fp32.
     rounds_between: bool = False
     rows_cancel: bool = False  # whether terms as large as other rows cancel to nothing in some: see workbench/judge.py
     first: Callable[..., str | None] = lambda *specs: None  # specs -> the kernel to ask before the others, if any
@@ -257,9 +257,9 @@ class Op:
         """What an element may be off by besides its last rounding, of its own size and its row's rms together."""
         allowed = self.tolerance(specs)
         wide = allowed.get(torch.float32, _FP32_ERROR)
-        given = next(s.dtype for s in specs if isinstance(s, TensorSpec))
-        if self.rounds_between:  # to the dtype of the first tensor
-            return {dtype: _OUTLIER * allowed.get(given, most) for dtype, most in allowed.items()}
+        if self.rounds_between:
+            given = [allowed[s.dtype] for s in specs if isinstance(s, TensorSpec) and s.dtype in allowed]
+            return {dtype: _OUTLIER * max(given, default=most) for dtype, most in allowed.items()}
         return {dtype: _OUTLIER * min(most, wide) for dtype, most in allowed.items()}
 
     def kernel(self, name: str) -> ModuleType:

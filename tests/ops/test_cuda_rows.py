@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from compilers import most_spills
 from tilery import backends, device
 from tilery.op import REGISTRY
 from tilery.spec import TensorSpec
@@ -74,6 +75,18 @@ def test_every_form_builds(name, config, arch):
     specs = {"softmax": (row,), "rms_norm": (row, weight), "add_rms_norm": (row, row, weight)}[name]
     with device.pretend(arch):
         made = op.kernel("cuda").compile(specs, config, arch)
-    assert made.spills == 0
+    # NVRTC 13.0 spills 8 bytes of rms_norm in a ring for sm_100.
+    assert made.spills <= most_spills("cuda", 8 if (name, arch) == ("rms_norm", "sm_100") and config.slots else 0)
     assert ("barrier.cluster" in made.code["ptx"]) == (config.cluster > 1)
     assert ("cp.async.bulk" in made.code["ptx"]) == (config.slots > 0)
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"])
+def test_a_ring_is_not_for_a_weight_off_16_bytes(op):
+    """Its loads are 16 bytes wide whatever the weight's address; found by random calls on an H200."""
+    weight = TensorSpec.contiguous((32768,), torch.bfloat16, "cuda:0")
+    specs = (x(4096, 32768),) * (2 if op == "add_rms_norm" else 1) + (weight,)
+    kernel, off = REGISTRY[op].kernel("cuda"), weight._replace(aligned=False)
+    assert kernel.default(*specs).slots and not kernel.default(*specs[:-1], off).slots
+    assert not any(config.slots for config in kernel.configs(*specs[:-1], off))
+    assert "multiple of 16 bytes" in kernel.refusal(*specs[:-1], off, config=kernel.default(*specs))

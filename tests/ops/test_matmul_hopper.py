@@ -187,3 +187,13 @@ def test_a_sum_of_nothing_is_zero_and_needs_no_map():
     a, b = torch.empty(3, 0, dtype=torch.bfloat16), torch.empty(4, 0, dtype=torch.bfloat16).t()
     kernel.run((c,), matmul.complete((a, b), {}), Config("few", 8, 64, 4))
     assert not c.any()
+
+
+@pytest.mark.parametrize("k", [1, 3, 72])
+def test_a_single_row_of_any_length_has_a_map(k, monkeypatch):
+    """No step is taken along one row, but the driver wants it to be a multiple of 16 bytes."""
+    made = []
+    monkeypatch.setattr(tensor_maps, "_made", lambda *how: made.append(how))
+    tensor_maps.at(1024, 1, k, k, 64, 2)
+    ((_, sizes, (step,), *_),) = made
+    assert sizes == (k, 1) and step >= k and step * 2 % 16 == 0

@@ -4,6 +4,7 @@ import ctypes
 import functools
 from typing import Any
 
+import torch
 from cuda.bindings import driver
 
 SPAN = 128  # bytes of a row of a box, which its swizzle in shared memory spans
@@ -16,11 +17,17 @@ _KINDS = {
     2: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
     4: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT32,
 }
+# Values that may be filled with NaN: the driver must know what NaN is.
+_FLOATS = {
+    torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+}
 _PLAIN = driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
 _SWIZZLE = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
 # With 256 bytes, boxes that lie side by side would each bring both: 2 to 7 % more from memory.
 _PROMOTION = driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _ZEROS = driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+_NANS = driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
 
 
 class TensorMap:
@@ -69,7 +76,7 @@ def of(x: Any, box_rows: int) -> TensorMap:
 
 def at(address: int, rows: int, columns: int, stride: int, box_rows: int, itemsize: int) -> TensorMap:
     """Of a matrix that need not be a tensor of two dimensions; `stride` is from row to row, in values."""
-    return _made(address, (columns, rows), (stride if rows > 1 else columns,), (box_rows,), itemsize)
+    return heads_at(address, itemsize, (columns, rows), (stride,), box_rows)
 
 
 def of_heads(x: Any, sizes: tuple[int, ...], strides: tuple[int, ...], *box: int) -> TensorMap:
@@ -80,15 +87,20 @@ def of_heads(x: Any, sizes: tuple[int, ...], strides: tuple[int, ...], *box: int
     return heads_at(x.data_ptr(), x.dtype.itemsize, sizes, strides, *box)
 
 
-def heads_at(address: int, itemsize: int, sizes: tuple[int, ...], strides: tuple[int, ...], *box: int) -> TensorMap:
-    """The same of values of `itemsize` bytes from `address` on."""
-    steps = tuple(stride if size > 1 else sizes[0] for size, stride in zip(sizes[1:], strides))
-    return _made(address, sizes, steps, box, itemsize)
+def heads_at(
+    address: int, itemsize: int, sizes: tuple[int, ...], strides: tuple[int, ...], *box: int,
+    nan: torch.dtype | None = None,
+) -> TensorMap:  # fmt: skip
+    """The same of values of `itemsize` bytes from `address` on; NaN of the dtype `nan` where they are outside."""
+    one = -(-sizes[0] * itemsize // 16) * 16 // itemsize  # along a single one any step of 16 bytes will do
+    steps = tuple(stride if size > 1 else one for size, stride in zip(sizes[1:], strides))
+    return _made(address, sizes, steps, box, itemsize, *(() if nan is None else (nan,)))
 
 
 @functools.lru_cache(maxsize=_KEPT)
 def _made(
-    address: int, sizes: tuple[int, ...], steps: tuple[int, ...], boxed: tuple[int, ...], itemsize: int
+    address: int, sizes: tuple[int, ...], steps: tuple[int, ...], boxed: tuple[int, ...], itemsize: int,
+    nan: torch.dtype | None = None,
 ) -> TensorMap:  # fmt: skip
     assert all(0 < size <= _MOST_ROWS for size in boxed) and all(sizes) and address % 16 == 0
     assert all(step * itemsize % 16 == 0 for step in steps)
@@ -96,8 +108,9 @@ def _made(
     lengths, strides = (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*(n * itemsize for n in steps))
     box = (ctypes.c_uint32 * rank)(SPAN // itemsize, *boxed, *[1] * (rank - 1 - len(boxed)))
     apart = (ctypes.c_uint32 * rank)(*[1] * rank)
-    how = int(_PLAIN), int(_SWIZZLE), int(_PROMOTION), int(_ZEROS)
-    status = _encode()(made.address, int(_KINDS[itemsize]), rank, address, lengths, strides, box, apart, *how)
+    kind, outside = (_KINDS[itemsize], _ZEROS) if nan is None else (_FLOATS[nan], _NANS)
+    how = int(_PLAIN), int(_SWIZZLE), int(_PROMOTION), int(outside)
+    status = _encode()(made.address, int(kind), rank, address, lengths, strides, box, apart, *how)
     if status:
         what = f"{list(sizes[::-1])} of {itemsize} bytes with strides {list(steps[::-1])} at {address:#x}"
         what += f", boxes of {' × '.join(map(str, boxed))} rows"

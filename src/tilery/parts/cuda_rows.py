@@ -49,12 +49,14 @@ def shared_refusal(x: TensorSpec, config: Shared | None) -> str | None:
     return block_rows.refusal(config)
 
 
-def refusal(config: Config | None, *inputs: TensorSpec) -> str | None:
-    """`inputs`: what has rows."""
+def refusal(config: Config | None, *inputs: TensorSpec, weight: TensorSpec | None = None) -> str | None:
+    """`inputs`: what has rows; `weight`: what is read beside each of them, in accesses as wide."""
     x = inputs[0]
     if config and config.slots:
         if config.held:
             return "a row is held in registers or in slots, not in both"
+        if weight is not None and not weight.aligned:
+            return "weight must start at a multiple of 16 bytes beside rows that pass through a ring"
         if why := _ring_refusal(config, inputs):
             return why
     if config and config.held and not fits(x, config):
@@ -129,12 +131,13 @@ def _kernel(
     return cuda_glue.Kernel(source, instance, parameters, threads, ring_bytes(config, inputs), cluster, early=True)
 
 
-def default(*inputs: TensorSpec) -> Config:
+def default(*inputs: TensorSpec, weight: TensorSpec | None = None) -> Config:
     """A few long rows in the registers of clusters, many in a ring, what is left in registers or read again."""
     x = inputs[0]
     n, cluster = x.shape[-1], spread(x)
     held = Config(threads_for(n, cluster), cluster, held=True)
-    ring = next((c for c in _rings(inputs) if c.cluster == 1 and refusal(c, *inputs) is None), None)
+    rings = (c for c in _rings(inputs) if c.cluster == 1 and refusal(c, *inputs, weight=weight) is None)
+    ring = next(rings, None)
     if ring and cluster == 1 and n * x.dtype.itemsize >= 2**16:
         return ring
     if fits(x, held):
@@ -182,8 +185,8 @@ def _rings(inputs: tuple[TensorSpec, ...]) -> list[Config]:
     ]
 
 
-def configs(*inputs: TensorSpec) -> list[Config]:
+def configs(*inputs: TensorSpec, weight: TensorSpec | None = None) -> list[Config]:
     """Large blocks where rows are read again."""
     found = [Config(c.threads, c.cluster, held) for c in shared_configs(inputs[0]) for held in (True, False)]
     found = [c for c in found if c.held or c.threads >= 256] + _rings(inputs)
-    return [c for c in dict.fromkeys(found) if refusal(c, *inputs) is None]
+    return [c for c in dict.fromkeys(found) if refusal(c, *inputs, weight=weight) is None]

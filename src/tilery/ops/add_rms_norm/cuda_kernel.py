@@ -14,15 +14,15 @@ _SOURCE = Path(__file__).with_name("add_rms_norm.cu")
 
 
 def refusal(x: TensorSpec, residual: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
-    return cuda_rows.refusal(config, x, residual)
+    return cuda_rows.refusal(config, x, residual, weight=weight)
 
 
 def default(x: TensorSpec, residual: TensorSpec, weight: TensorSpec) -> Config:
-    return cuda_rows.default(x, residual)
+    return cuda_rows.default(x, residual, weight=weight)
 
 
 def configs(x: TensorSpec, residual: TensorSpec, weight: TensorSpec) -> list[Config]:
-    return cuda_rows.configs(x, residual)
+    return cuda_rows.configs(x, residual, weight=weight)
 
 
 def _kernel(x, residual, weight, n: int, stride: int, r_stride: int, config: Config) -> cuda_rows.Launch:

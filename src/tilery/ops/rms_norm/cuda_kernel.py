@@ -13,15 +13,15 @@ _SOURCE = Path(__file__).with_name("rms_norm.cu")
 
 
 def refusal(x: TensorSpec, weight: TensorSpec, config: Config | None = None) -> str | None:
-    return heads_refusal(x) or cuda_rows.refusal(config, x)
+    return heads_refusal(x) or cuda_rows.refusal(config, x, weight=weight)
 
 
 def default(x: TensorSpec, weight: TensorSpec) -> Config:
-    return cuda_rows.default(x)
+    return cuda_rows.default(x, weight=weight)
 
 
 def configs(x: TensorSpec, weight: TensorSpec) -> list[Config]:
-    return cuda_rows.configs(x)
+    return cuda_rows.configs(x, weight=weight)
 
 
 def _kernel(x, weight, n: int, stride: int, config: Config) -> cuda_rows.Launch:
