@@ -1,9 +1,16 @@
-"""Which of an op's cases a test takes that is not about cases."""
+"""Which of an op's cases a test takes that is not about cases, and where a kernel's tensors lie."""
 
 import math
 
+import torch
+
 from tilery.spec import TensorSpec
 from tilery.workbench.compile import specs_for
+
+
+def home(language):
+    """Where a kernel of this language is tested: Triton's on a GPU where there is one, else interpreted on the CPU."""
+    return torch.device("cuda:0" if language != "numba" and torch.cuda.is_available() else "cpu")
 
 
 def size(op, case):

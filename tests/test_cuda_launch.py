@@ -76,7 +76,7 @@ def test_one_that_starts_early_and_does_not_wait_does_not_compile(monkeypatch):
     used = cuda_glue.cubin.Resources(8, 0, 0)
     monkeypatch.setattr(Kernel, "build", lambda self, arch: cuda_glue.Built(b"", "ret;", {}))
     monkeypatch.setattr(cuda_glue.cubin, "resources", lambda code: used)
-    monkeypatch.setattr(Path, "read_text", lambda self: "")
+    monkeypatch.setattr(Path, "read_text", lambda self, **_: "")
     with pytest.raises(CompileFailed, match=r"x starts early, so it must call take_over\(\)"):
         kernel(early=True).compile("sm_90")
     assert kernel(early=True).compile("sm_80").registers == kernel().compile("sm_90").registers == 8

@@ -13,6 +13,7 @@ import torch
 
 import tilery.ops
 from cases import plain_case, size
+from compilers import most_spills
 from tilery import backends, device, dispatch
 from tilery.errors import Wrong
 from tilery.op import REGISTRY
@@ -26,6 +27,8 @@ KERNELS = [pytest.param(op, k, id=f"{op.name}-{k}") for op in OPS for k in op.ke
 CASES = [pytest.param(op, k, c, id=f"{op.name}-{k}-{c}") for op in OPS for k in op.kernels for c in op.cases["test"]]
 VARIANTS = ("per", "format")  # parameters by which a kernel's code differs much
 OTHER_LAYOUTS = ("padded", "far", "transposed")  # aligned ones and misaligned ones take different code: two are enough
+# Bytes of stack with Triton 3.6: of a 64 × 512 accumulator that takes all registers, and of fp8 values one by one.
+SPILLS_WITH_OLDER = {("mla_decode", "triton"): 8, ("transpose", "triton"): 56}
 EXPORTS = {"archs", "Config", "configs", "default", "refusal", "compile", "run"}
 OPTIONAL = {"workspace", "estimate"}
 
@@ -83,7 +86,8 @@ def test_builds_for_every_claimed_architecture(op, kernel, arch, compiler, recor
         assert 0 < artifact.registers <= 255
         # Numba-CUDA's code depends on which NVVM and linker happen to be here; odd addresses may cost registers.
         if arch == "sm_90" and kernel != "numba_cuda" and "misaligned" not in dtype:
-            assert artifact.spills == 0, "the default spills where it matters most"
+            most = most_spills(kernel, SPILLS_WITH_OLDER.get((op.name, kernel), 0))
+            assert artifact.spills <= most, "the default spills where it matters most"
         assert 0 <= artifact.shared <= device.shared_limit(arch)
         assert waits_first(artifact.code.get("ptx", ""))
         record_property("resources", (f"{op.name} {kernel} {dtype} {arch}", resources(artifact)))

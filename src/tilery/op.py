@@ -33,6 +33,7 @@ class _Kind(NamedTuple):
 
 _FP32_ERROR = 1e-6  # rms, of fp32 arithmetic, where an op has no fp32 results
 _OUTLIER = 6  # so many times the rms error may be that of a single element; up to 2 were seen on an H200
+_modes = torch._C._len_torch_dispatch_stack
 REGISTRY: dict[str, "Op"] = {}
 LIBRARY = torch.library.Library("tilery", "FRAGMENT")  # not custom_op: its wrappers cost host time
 
@@ -116,13 +117,11 @@ class Op:
             return self.torch_op(*args, **kwargs)
         if kwargs or len(args) != len(self.names):
             args = self.complete(args, kwargs)
-        if _interferes():
-            return self._unusual_call(args, backend, config, out)
         if backend is None and config is None:
             for plan in self.plans.recent:
                 if plan.takes(args):
                     return plan(args, out)
-        key = self._key(args, backend, config)
+        key = None if _interferes() else self._key(args, backend, config)
         if key is None:
             return self._unusual_call(args, backend, config, out)
         try:
@@ -159,7 +158,8 @@ class Op:
     def _guard(self, args: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], bool] | None:
         """Whether other arguments have this call's key, asked in 0.8 µs for two tensors, where a key takes 2.2 µs.
 
-        Made only for calls with all tensors aligned, as nearly all are; None for the others.
+        Made only for calls with all tensors aligned, as nearly all are; None for the others. torch's guards compare the
+        thread's dispatch keys too, which transforms and torch.jit.trace change; for modes it is asked here.
         """
         count = self._tensors
         present = tuple(i for i in range(count) if args[i] is not None)
@@ -178,16 +178,20 @@ class Op:
                 if given[i] is not None:
                     return False
             tensors = given[:first] if leading else tuple([given[i] for i in present])
-            for t in tensors:
-                if (type(t) is not Tensor and type(t) is not Parameter) or t.is_nested:
-                    return False  # the guards would read the sizes of a nested tensor, which has none
-            if not same(*tensors) or (gradients and torch.is_grad_enabled()):
+            try:
+                for t in tensors:
+                    if (type(t) is not Tensor and type(t) is not Parameter) or t.is_nested or t.data_ptr() & 15:
+                        return False  # of a nested one the guards would read sizes, which it has not
+            except RuntimeError:  # no storage: torch.func's
                 return False
-            for t in tensors:
-                if t.data_ptr() & 15:
-                    return False
+            if _modes() or not same(*tensors) or forward_ad._current_level >= 0:
+                return False
+            if gradients and torch.is_grad_enabled():
+                return False
             for i, types, decides, value in scalars:
-                if type(given[i]) not in types or (given[i] != value if decides else not _fits(given[i])):
+                now = given[i]
+                kind = type(now)
+                if kind not in types or (now != value if decides else kind is int and not _fits(now)):
                     return False
             return True
 
@@ -236,12 +240,19 @@ class Op:
         check, indices = self.check_runtime, self.indices if settings.get().check_indices else None
         if check is None and indices is None:
             return None
-        where = tuple(self.names.index(n) for n in self.runtime)
+        where = [self.names.index(n) for n in self.runtime]
+        scalars = slice(min(where, default=0), max(where, default=-1) + 1)
+        assert len(where) == len(self.names[scalars]), f"{self.name}: runtime scalars stand side by side"
+
+        accepted: tuple[Any, ...] | None = None  # the latest: most calls pass the same again
 
         def checks(args: tuple[Any, ...]) -> None:
+            nonlocal accepted
+            given = args[scalars]
             try:
-                if check is not None:
-                    check(*[args[i] for i in where])
+                if check is not None and given != accepted:
+                    check(*given)
+                    accepted = given
                 if indices is not None:
                     require_no_capture()
                     indices(*args)
@@ -392,16 +403,16 @@ class _Guarded(NamedTuple):
 def _interferes() -> bool:
     """Whether a mode, a transform, torch.jit.trace or forward-mode AD must see the call."""
     return bool(
-        torch._C._len_torch_dispatch_stack()
+        _modes()
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
     )
 
 
-def _fits(value: Any) -> bool:
-    """Whether an integer has 64 bits at most; anything else does."""
-    return type(value) is not int or -(2**63) <= value < 2**63
+def _fits(value: int) -> bool:
+    """Whether an integer has 64 bits at most."""
+    return -(2**63) <= value < 2**63
 
 
 def _accepted(hint: Any) -> tuple[type, ...]:

@@ -1,8 +1,21 @@
 """What tests of kernels for one architecture share."""
 
-import pytest
+import contextlib
 
+import pytest
+import torch
+
+from cases import home
 from tilery import backends, device
+
+
+@pytest.fixture(autouse=True)
+def tensors_at_home(request):
+    """A test with a parameter `backend` makes its tensors where that backend runs, unless it says where."""
+    callspec = getattr(request.node, "callspec", None)
+    backend = callspec.params.get("backend") if callspec else None
+    with torch.device(home(backend)) if backend in ("numba", "triton") else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture

@@ -14,11 +14,12 @@ from tilery.workbench.compile import specs_for
 
 OP = REGISTRY["attention_backward"]
 MODULE = sys.modules["tilery.ops.attention_backward"]  # tilery.ops has the op by this name
-BACKENDS = ["numba", pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted"))]
+BACKENDS = ["numba", "triton"]
 
 
 def drawn(**params):
-    return OP.inputs(**{"m": 9, "heads": 4, "kv_heads": 2, "n": 32, "dtype": "fp32"} | params, device="cpu", seed=2)
+    sizes = {"m": 9, "heads": 4, "kv_heads": 2, "n": 32, "dtype": "fp32"}
+    return OP.inputs(**sizes | params, device=torch.get_default_device(), seed=2)
 
 
 def gradients(call, given, dtype, **more):
@@ -77,9 +78,25 @@ def test_the_lse_alone_has_gradients():
     ],
 )
 @pytest.mark.parametrize("name", ["attention", "attention_lse"])
-def test_options_without_gradients_are_refused_in_a_sentence(name, option, value):
-    with pytest.raises(NoBackward, match=f"{name} has no gradients with {option}: .* call it under torch.no_grad"):
-        gradients(REGISTRY[name], drawn(), torch.float32, **{option: value})
+def test_options_without_gradients_are_refused_at_the_call(name, option, value):
+    given, words = drawn(), f"{name}: there are no gradients with {option}, .*; call it under torch.no_grad"
+    tensors = [given[n].requires_grad_() for n in ("q", "k", "v")]
+    with pytest.raises(NoBackward, match=words):
+        getattr(tilery, name)(*tensors, **{option: value})
+    with torch.no_grad():
+        getattr(tilery, name)(*tensors, **{option: value})
+
+
+def test_a_window_that_hides_nothing_has_gradients():
+    given = drawn()
+    plain, wide = (gradients(tilery.attention, given, torch.float32, window=window) for window in (0, 2**63 - 1))
+    assert all(map(torch.equal, plain, wide))
+
+
+def test_fp8_has_no_gradients():
+    q, k, v = (given.to(torch.float8_e4m3fn).requires_grad_() for given in torch.randn(3, 1, 5, 1, 32))
+    with pytest.raises(NoBackward, match="there are no gradients with q_scale, k_scale, v_scale, fp8"):
+        tilery.attention(q, k, v, q_scale=torch.ones(1), k_scale=torch.ones(1), v_scale=torch.ones(1))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

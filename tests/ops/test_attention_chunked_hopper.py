@@ -15,7 +15,9 @@ from tilery.workbench.compile import specs_for
 if why := backends.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.backends import cubin
+from cuda.bindings import driver
+
+from tilery.backends import cubin, tensor_maps
 from tilery.ops.attention_chunked import cuda_hopper_kernel as kernel
 from tilery.ops.attention_chunked.cuda_hopper_kernel import Config
 from tilery.parts import hopper_attention, hopper_paged_attention
@@ -189,7 +191,8 @@ def test_launches_as_planned(launches):
     assert steps == ((128, 512, 1280), (384, 128, 24576), (384, 128, 24576))
     pointers = [x.data_ptr() for x in (table, cu, lengths, out, parts, stats)]
     assert values[:10] == [1, 2, 3, *pointers, 11]
-    assert values[10:] == [3, 45, 2, 4, 2, 2, 2, 1, 128, 64, 704, 2**29, pytest.approx(128**-0.5)]
+    assert values[10:] == [3, 45, 2, 4, 2, 2, 2, 1, 128, 64, 40, 704, 2**29, pytest.approx(128**-0.5)]
+    assert [how[5:] for how in maps] == [(), (torch.bfloat16,), ()]  # keys that are not there are NaN
     assert (two.threads, two.early, rows) == (128, True, 90) and "combine_splits<__nv_bfloat16, 128>" in two.name
     assert rest == [parts.data_ptr(), stats.data_ptr(), out.data_ptr(), 360, 2]
 
@@ -200,7 +203,7 @@ def test_launches_a_single_split_alone_and_parts_of_large_pages(launches):
     ((one, (grid, *values)),), maps = launches
     assert not kept and (one.cluster, grid) == (2, 2)  # one tile of 256 rows, for two blocks
     assert [how[3] for how in maps] == [(1, 1, 128), (8,), (8,)]
-    assert values[7:9] == [0, 0] and values[10:] == [1, 256, 1, 1, 1, 1, 1, 1, 128, 256, 256, 39, -0.5]
+    assert values[7:9] == [0, 0] and values[10:] == [1, 256, 1, 1, 1, 1, 1, 1, 128, 256, 256, 256, 39, -0.5]
 
 
 def test_persistent_blocks_are_as_many_as_run_at_once(launches):
@@ -209,12 +212,59 @@ def test_persistent_blocks_are_as_many_as_run_at_once(launches):
     assert [given[0] for _, given in launches[0]] == [132, 256]
 
 
-def test_where_there_are_no_pages_nothing_is_launched(launches):
-    args = list(attention_chunked.complete((), inputs(**PLAIN | {"device": "cpu"})))
-    args[5] = args[5][:, :0]
-    out = torch.full_like(args[0], torch.nan)
-    kernel.run((out,), args, Config(128, 6))
-    assert not launches[0] and not out.any()
+def given(**changed):
+    drawn = inputs(**PLAIN | {"device": "cpu"})
+    return attention_chunked.complete((), drawn | {name: change(drawn[name]) for name, change in changed.items()})
+
+
+@pytest.mark.parametrize(
+    ("changed", "grid", "bound"),
+    [
+        ({"block_table": lambda x: x[:, :0]}, 16, 0),
+        ({"k_cache": lambda x: x[:0], "v_cache": lambda x: x[:0]}, 16, 4096),
+        (
+            {
+                "cu_seqlens_q": lambda x: x[:1],
+                "lengths": lambda x: x[:0],
+                "block_table": lambda x: x[:0],
+            },
+            1,
+            4096,
+        ),
+    ],
+    ids=["no tables", "no pages", "no sequences"],
+)
+def test_rows_are_written_where_there_is_nothing_to_see(launches, changed, grid, bound):
+    args = given(**changed)
+    kernel.run((torch.empty_like(args[0]),), args, Config(128, 6))
+    ((_, (blocks, *values)),), maps = launches
+    assert (blocks, values[21]) == (grid, bound)
+    if not args[1].shape[0]:  # a page that no table names is mapped, and no page of the table is one
+        assert [how[1] for how in maps[1:]] == [(128, 64, 1, 1)] * 2
+        assert values[3] != args[5].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("nan", "kind", "fill"),
+    [
+        (None, "UINT16", "NONE"),
+        (torch.float16, "FLOAT16", "NAN_REQUEST_ZERO_FMA"),
+        (torch.bfloat16, "BFLOAT16", "NAN_REQUEST_ZERO_FMA"),
+    ],
+)
+def test_a_map_says_what_lies_outside(monkeypatch, nan, kind, fill):
+    made = []
+    monkeypatch.setattr(tensor_maps, "_encode", lambda: lambda *given: made.append(given) or 0)
+    tensor_maps._made.__wrapped__(4096, (64, 16, 2, 3), (128, 64, 2048), (16,), 2, nan)
+    ((_, values, *_, outside),) = made
+    assert values == int(getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"))
+    assert outside == int(getattr(driver.CUtensorMapFloatOOBfill, f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{fill}"))
+
+
+@pytest.mark.parametrize("window", [2**29, 2**31, 2**62])
+def test_windows_of_any_size_are_numbers_that_int32_holds(launches, window):
+    launched(Config(128, 6), window=window)
+    assert 4096 < launches[0][0][1][23] < 2**31
 
 
 # On a card.
@@ -246,6 +296,39 @@ def test_every_form_is_right(keys, form, page):
 )
 def test_windows_scales_and_queries_that_see_nothing_are_right(more, splits):
     on_card(attention_chunked, case(**PLAIN | SMALL | more), Config(128, 6, splits))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "q0:1",
+        "q0:-1+q2:1073741824",
+        "q1:20",  # more tokens than tiles were launched for
+        "q2:660",  # tokens that no sequence has
+        "l0:-1+l1:2147483647",
+        "t1:-1+t2:-2147483648",
+        "t11:1000000+t12:2147483647",
+    ],
+)
+@pytest.mark.parametrize(
+    "form", [{}, {"splits": 8}, {"share": 2, "splits": 3}, {"block_n": 176, "share": 2}, {"persistent": False}], ids=str
+)
+@pytest.mark.parametrize("page", [16, 256])
+@pytest.mark.parametrize("window", [0, 300])
+def test_wrong_indices_give_nan_to_their_rows_alone(wrong, form, page, window):
+    config = replace(Config(128, 4), **form)
+    more = {"m": 700, "keys": 3000, "chunks": "650+50", "lengths": "2900+777", "block_size": page, "window": window}
+    on_card(attention_chunked, case(**PLAIN | more | {"wrong": wrong}), config)
+
+
+def test_a_cache_without_pages_or_sequences_gives_nan_or_zeros():
+    where = str(card(attention_chunked))
+    q, k, v, cu, lengths, table, *_ = attention_chunked.complete((), inputs(**PLAIN | {"device": where}))
+    short = torch.full_like(lengths, 200)  # the first 56 queries see nothing
+    out = attention_chunked(q, k[:0], v[:0], cu, short, table, backend="cuda.hopper", config=Config(128, 6))
+    assert not out[:56].any() and out[56:].isnan().all()
+    out = attention_chunked(q, k, v, cu[:1], lengths[:0], table[:0], backend="cuda.hopper", config=Config(128, 6))
+    assert not out.any()
 
 
 def test_a_sequence_gives_the_same_bits_in_any_batch():

@@ -183,7 +183,7 @@ def test_launches_a_cache_in_one_piece(launches):
     assert steps[0] == (128, 512, 1280) and steps[1] == steps[2] == (k.stride(1), k.stride(2), k.stride(0))
     pointers = [0, 0, *(x.data_ptr() for x in (lengths, out, parts, stats))]
     assert values[:10] == [1, 2, 3, *pointers, 0]
-    assert values[10:] == [4, 12, 2, 4, 1, 6, 16, 2, 12, 2**30, 701, 2**29, pytest.approx(128**-0.5)]
+    assert values[10:] == [4, 12, 2, 4, 1, 6, 16, 2, 12, 2**30, 3, 701, 2**29, pytest.approx(128**-0.5)]
     assert (two.threads, two.early, rows) == (128, True, 24)
     assert rest == [parts.data_ptr(), stats.data_ptr(), out.data_ptr(), 96, 6]
 
@@ -194,7 +194,7 @@ def test_launches_pages_a_window_and_one_split_alone(launches):
     ((_, (grid, *values)),), maps = launches
     assert not kept and grid == 4 * 2 and [how[3] for how in maps] == [(4, 1, 1), (16,), (16,)]
     assert values[3:5] == [table.data_ptr(), 0] and values[7:10] == [0, 0, 7]
-    assert values[10:] == [4, 4, 2, 4, 1, 1, 1, 2, 4, 16, 112, 39, -0.5]
+    assert values[10:] == [4, 4, 2, 4, 1, 1, 1, 2, 4, 16, 1, 112, 39, -0.5]
 
 
 def test_persistent_blocks_are_as_many_as_run_at_once(launches):
@@ -205,11 +205,12 @@ def test_persistent_blocks_are_as_many_as_run_at_once(launches):
     assert [given[0] for _, given in launches[0]] == [264, 512]
 
 
-def test_where_there_are_no_keys_nothing_is_launched(launches):
+def test_rows_are_written_where_there_are_no_keys(launches):
+    """Lengths may say otherwise, and their rows are NaN then. What is mapped as keys is never read."""
     args = list(attention_decode.complete((), inputs(**SMALL | {"device": "cpu", "keys": 0, "lengths": ""})))
-    out = torch.full_like(args[0], torch.nan)
-    kernel.run((out,), args, FEW)
-    assert not launches[0] and not out.any()
+    kernel.run((torch.empty_like(args[0]),), args, FEW)
+    ((_, (grid, *values)),), maps = launches
+    assert grid == 4 * 2 and values[21] == 0 and [how[1] for how in maps[1:]] == [(128, 1, 2, 1)] * 2
 
 
 # On a card.
@@ -246,6 +247,30 @@ def test_every_form_is_right(splits, form, page):
 )
 def test_windows_scales_groups_and_queries_that_see_nothing_are_right(more):
     on_card(attention_decode, case(**SMALL | more))
+
+
+@pytest.mark.parametrize("splits", [1, 8, 32])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"wrong": "l0:-1+l2:702+l3:2147483647"},
+        {"block_size": 16, "wrong": "l0:-2147483648+t92:-1+t132:179+t135:2147483647"},
+        {"block_size": 64, "wrong": "t0:-1+t9:1000000+t22:-2147483648"},
+        {"block_size": 64, "wrong": "t0:-1+t10:-1+t34:99", "window": 3},
+    ],
+    ids=str,
+)
+def test_wrong_indices_give_nan_to_their_rows_alone(more, queries, splits):
+    config = replace(FEW, splits=splits, least=1)
+    on_card(attention_decode, case(**SMALL | {"queries": queries} | more), config)
+
+
+def test_a_cache_without_keys_gives_nan_where_lengths_say_that_there_are_some():
+    drawn = inputs(**SMALL | {"device": str(card(attention_decode)), "keys": 0, "lengths": ""})
+    drawn["lengths"][1:3] = torch.tensor([1, -1])
+    out = attention_decode(**drawn, backend="cuda.hopper")
+    assert out[1:3].isnan().all() and not out[[0, 3]].any()
 
 
 @pytest.mark.parametrize("page", [0, 16, 64])

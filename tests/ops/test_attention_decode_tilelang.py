@@ -1,6 +1,7 @@
 """attention_decode in TileLang: what it builds, what it refuses, and that a batch decides no bits."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -52,6 +53,41 @@ def test_tiles_of_pages_are_fetched_16_bytes_at_a_time_into_every_stage(compiler
 
 
 @for_sm_90
+@pytest.mark.parametrize("layout", ["contiguous", "misaligned"])
+def test_entries_of_the_table_are_checked_before_they_are_followed(compiler, layout):
+    """TileLang does it for indices that it cannot bound; rows that see what is missing are NaN, lengths are clipped."""
+    given = specs(block_size=16, n=64, keys=256, layout=layout)
+    code = compiler.compile("attention_decode", "tilelang", given, "sm_90").code["cuda"]
+    reads = [line for line in code.splitlines() if "k_cache[" in line]
+    if layout == "contiguous":  # each copy with its condition
+        assert reads and all("< blocks)" in line and "(0 <= table[" in line for line in reads)
+    else:
+        checks = re.findall(r"if \(.* < end\) && \(0 <= condval_?\d*\)\) && \(condval_?\d* < blocks\)\)", code)
+        assert len(checks) == 2 * len(reads) > 0  # of keys and of values
+    assert "missing[0] = min(missing[0]," in code and code.count("CUDART_NAN_F") == 2
+    assert re.search(r"length\[0\] = min\(max\(lengths\[.*\], 0\), \(?most \* 16\)?\)", code)
+
+
+def test_where_there_are_no_keys_wrong_lengths_and_rows_that_see_a_page_are_nan():
+    q, cache = torch.zeros(4, 2, 4, 64, dtype=torch.bfloat16), torch.zeros(0, 16, 2, 64, dtype=torch.bfloat16)
+    lengths, table = torch.tensor([0, -1, 1, 33], dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+    for pages, wrong in ((table, [[0, 0], [1, 1], [0, 1], [1, 1]]), (table[:, :0], [[0, 0], [1, 1], [1, 1], [1, 1]])):
+        out = torch.full_like(q, 3.0)
+        args = DECODE.complete(
+            (), {"q": q, "k_cache": cache, "v_cache": cache, "lengths": lengths, "block_table": pages}
+        )
+        kernel.run((out,), args, kernel.Config(64, 64, 16, 3))
+        assert torch.equal(out.isnan(), torch.tensor(wrong).bool()[:, :, None, None].expand_as(out))
+        assert not out[0].any()
+
+
+def test_more_keys_than_int32_numbers_are_refused():
+    q, k, v, lengths, table, *rest = specs(block_size=16)
+    wide = table._replace(shape=(1, 2**26), strides=(2**26, 1))
+    assert f"numbers keys up to {2**30}, got {2**30}" in kernel.refusal(q, k, v, lengths, wide, *rest)
+
+
+@for_sm_90
 @pytest.mark.parametrize("params", [{}, {"queries": 4}, {"queries": 16}, {"n": 256}, {"block_size": 16}])
 def test_nothing_that_decides_bits_depends_on_the_batch(params):
     alone, many = specs(1, **params), specs(16, **params)
@@ -100,6 +136,25 @@ def test_keys_cut_among_so_many_blocks(splits, block_m, params):
     short = {"m": 2, "keys": 200, "kv_heads": 2, "n": 64, "dtype": "fp16", "lengths": "200+33", "block_size": 16}
     config = kernel.Config(block_m, 32, splits, 3)
     assert check(DECODE, "tilelang", case(**short | params), where, config=config).refused is None
+
+
+@pytest.mark.parametrize("splits", [1, 16])
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"block_size": 0, "wrong": "l0:-1+l2:701"},
+        {"block_size": 16, "wrong": "l1:2147483647+t3:-1+t112:200"},
+        {"block_size": 64, "wrong": "t10:36+t11:-2147483648+t23:1000000"},
+        {"block_size": 16, "layout": "misaligned", "wrong": "t43:-1+t44:2147483647"},
+    ],
+    ids=str,
+)
+def test_wrong_indices_give_nan_to_their_rows_alone(more, queries, splits):
+    where = gpu()
+    params = {"m": 3, "keys": 700, "kv_heads": 2, "n": 64, "dtype": "fp16", "lengths": "700+33+400", "queries": queries}
+    config = kernel.Config(64, 32, splits, 3)
+    assert check(DECODE, "tilelang", case(**params | more), where, config=config).refused is None
 
 
 @pytest.mark.parametrize("block_size", [0, 16, 64])

@@ -1,10 +1,12 @@
 """What the cases do not show: targets that are no class, rows that do not count, and torch's own loss."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tilery import backends, device
+from tilery import backends, device, dispatch
 from tilery.op import REGISTRY
 from tilery.parts import losses
 from tilery.spec import TensorSpec, case
@@ -29,6 +31,50 @@ def test_a_target_that_is_no_class_gives_nan(kernel, name):
     loss, lse = REGISTRY[name](*given, targets, backend=kernel)
     assert loss.isnan().tolist() == [False, True, True, False, False]
     assert loss[3] == lse[3] == 0
+
+
+@KERNELS
+@pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
+def test_a_target_that_is_no_class_gives_a_gradient_of_nan(kernel, name):
+    """Of its own row alone; that of the weight is a sum over all rows."""
+    given = problem(kernel, name)
+    targets = torch.tensor([0, 40, -(2**63), -100, 36], device=given[0].device)
+    _, lse = REGISTRY[name](*given, targets, backend=kernel)
+    ones = torch.ones_like(lse)
+    backward = REGISTRY[f"{name}_backward"]
+    grad, *rest = dispatch.packed(backward(ones, ones, *given, targets, lse, backend=kernel))
+    assert grad.isnan().all(1).tolist() == grad.isnan().any(1).tolist() == [False, True, True, False, False]
+    assert grad[3].eq(0).all() and all(dweight.isnan().all() for dweight in rest)
+
+
+INF, NAN = float("inf"), float("nan")
+INFINITE = {  # rows, and their lse
+    "-inf alone": ([-INF] * 5, -INF),
+    "-inf and NaN": ([-INF, NAN, -INF, -INF, -INF], NAN),
+    "-inf and one": ([-INF, -INF, 2.0, -INF, -INF], 2.0),
+    "inf": ([1.0, INF, 0.0, -1.0, 2.0], INF),
+    "inf twice": ([1.0, INF, 0.0, INF, 2.0], INF),
+    "inf and -inf": ([-INF, INF, 0.0, 1.0, 2.0], INF),
+    "inf and NaN": ([NAN, INF, 0.0, 1.0, 2.0], NAN),
+    "inf and -NaN": ([-NAN, INF, 0.0, 1.0, 2.0], NAN),
+}
+
+
+@pytest.mark.parametrize("row", INFINITE)
+@pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
+def test_infinite_logits_have_one_meaning(name, row):
+    """In every language that runs here, in one block, and in several with a tail."""
+    op, (values, wanted) = REGISTRY[name], INFINITE[row]
+    for kernel in op.kernels:
+        where = None if backends.missing(kernel) else place(op, kernel).device
+        for count in (1, 700) if where is not None else ():
+            logits = torch.tensor(values + [-INF] * (count - 1), device=where)[None]
+            targets = torch.tensor([0], device=where)
+            given = (logits,) if name == "cross_entropy" else (torch.ones(1, 1, device=where), logits.t().contiguous())
+            right = REGISTRY["cross_entropy"].reference(logits.double(), targets)
+            for found, expected in zip(op(*given, targets, backend=kernel), right, strict=True):
+                assert torch.allclose(found.double(), expected, equal_nan=True), (kernel, count)
+            assert right[1].item() == wanted or math.isnan(wanted)
 
 
 @KERNELS

@@ -118,3 +118,13 @@ def test_only_ragged_blocks_are_masked(op, n, masked, compiler):
     found = ACCESS.findall(ptx)
     assert len(found) >= 2 and any(found) == masked
     assert not re.search(r"\bbra\b", ptx)
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_more_pieces_than_maxima(most, monkeypatch):
+    """Of a large tensor with one scale a program takes several pieces before it writes its maximum."""
+    op = REGISTRY["quantize_fp8"]
+    monkeypatch.setattr(op.kernel("triton"), "_MOST_PARTS", most)
+    for params in ({"layout": "padded"}, {"special": "nan"}, {"pow2": True}):
+        problem = case(m=7, n=300, dtype="fp32", per="tensor", **params)
+        assert check(op, "triton", problem, place(op, "triton").device, config=Config(128, 4)).refused is None

@@ -1,14 +1,18 @@
 """Ways of cutting a row that the small cases' defaults do not take."""
 
+import functools
+
 import pytest
 import torch
 
+from tilery import backends, dispatch
 from tilery.op import REGISTRY
 from tilery.parts import triton_softmax
 from tilery.spec import TensorSpec, case
 from tilery.workbench.check import check
 from tilery.workbench.place import place
 
+INF, NAN = float("inf"), float("nan")
 FORWARDS, BACKWARDS = ("softmax", "log_softmax"), ("softmax_backward", "log_softmax_backward")
 CUTS = [(name, cut) for name in FORWARDS for cut in ((64, 1), (64, 4), (256, 8))]
 CUTS += [(name, (64,)) for name in BACKWARDS]
@@ -43,3 +47,26 @@ def test_pieces_of_minus_infinity_alone_are_worth_nothing(name, kernel):
 def test_few_long_rows_are_shared_out(m, n, splits):
     x = TensorSpec.contiguous((m, n), torch.bfloat16, "cuda:0")
     assert triton_softmax.default(x).splits == splits
+
+
+ROWS = {
+    "-inf alone": [-INF] * 4,
+    "inf": [1.0, INF, 0.0, -1.0],
+    "inf and NaN": [NAN, INF, 0.0, 1.0],
+    "-inf and NaN": [-INF, NAN, -INF, 1.0],
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("name", [*FORWARDS, "topk_softmax"])
+def test_infinite_values_have_one_meaning(name, row):
+    """In every language that runs here, short and in several blocks; not the order of what is NaN."""
+    op, more = REGISTRY[name], (3, False) if name == "topk_softmax" else ()
+    for kernel in op.kernels:
+        where = None if backends.missing(kernel) else place(op, kernel).device
+        for count in (0, 700) if where is not None else ():
+            x = torch.tensor(ROWS[row] + [-INF] * count, device=where)[None]
+            found, right = (
+                dispatch.packed(f(x, *more))[0] for f in (functools.partial(op, backend=kernel), op.reference)
+            )
+            assert torch.allclose(found, right, equal_nan=True), (kernel, count)

@@ -42,7 +42,7 @@ def test_parts_are_added_in_their_order(kernel, count):
     for part in parts:
         total += part
     assert torch.equal(tilery.splitk_reduce(parts, "fp32", backend=kernel), total)
-    if kernel == "numba":  # Triton's interpreter has no bf16
+    if kernel == "numba" or where.type == "cuda":  # Triton's interpreter has no bf16
         assert torch.equal(tilery.splitk_reduce(parts, backend=kernel), total.bfloat16())
 
 

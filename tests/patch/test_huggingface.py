@@ -170,9 +170,9 @@ def test_gradients(made, tokens):
      ("gpt_oss", "none", "sinks")],
 )  # fmt: skip
 def test_gradients_that_there_are_not(made, name, mask, option):
-    loss = made(name)(PROMPT, attention_mask=PADDING[mask]).logits.sum()
-    with pytest.raises(NoBackward, match=f"attention has no gradients with {option}"):
-        loss.backward()
+    """Refused when the model is called, not hours later when its loss is."""
+    with pytest.raises(NoBackward, match=f"gradients with .*{option}"):
+        made(name)(PROMPT, attention_mask=PADDING[mask])
 
 
 # What is made of masks

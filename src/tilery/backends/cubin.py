@@ -35,4 +35,4 @@ def _run(tool: str, flag: str, cubin: bytes) -> str:
         # cuobjdump calls nvdisasm, which lies beside it
         env = {**os.environ, "PATH": f"{program.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
         command = [str(program), flag, file.name]
-        return subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+        return subprocess.run(command, check=True, capture_output=True, encoding="utf-8", env=env).stdout

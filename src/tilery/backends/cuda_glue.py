@@ -21,7 +21,7 @@ from tilery.spec import Artifact, TensorSpec
 
 TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
-_HEADERS = {path.name: path.read_text() for path in sorted(Path(__file__).parent.glob("*.cuh"))}
+_HEADERS = {path.name: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.cuh"))}
 # Line info is for profilers and sanitizers; the code is the same. CUDA 13.0 takes a lambda with `auto` parameters for
 # host code unless all code is the device's.
 _OPTIONS = ("--std=c++17", "--generate-line-info", "--device-as-default-execution-space")
@@ -64,14 +64,14 @@ class Kernel:
         self._lock = threading.Lock()
 
     def build(self, arch: str) -> Built:
-        return compile_source(self.source.read_text(), (self.name,), arch, file=self.source.name)
+        return compile_source(self.source.read_text(encoding="utf-8"), (self.name,), arch, file=self.source.name)
 
     def compile(self, arch: str) -> Artifact:
         built = self.build(arch)
         if self.early and _can_start_early(arch) and "griddepcontrol.wait" not in built.ptx:
             raise CompileFailed(f"{self.name} starts early, so it must call take_over() before it touches memory")
         used = cubin.resources(built.cubin)
-        code = {"cuda": self.source.read_text(), "ptx": built.ptx}
+        code = {"cuda": self.source.read_text(encoding="utf-8"), "ptx": built.ptx}
         return Artifact(arch, code, built.cubin, used.registers, used.spills, used.shared + self.shared)
 
     def launch(self, blocks: int, *values: Any) -> None:

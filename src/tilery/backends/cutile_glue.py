@@ -115,4 +115,5 @@ def _code(bytecode: bytes) -> dict[str, str]:
     with tempfile.NamedTemporaryFile(suffix=".tileirbc") as file:
         file.write(bytecode)
         file.flush()
-        return {"ir": subprocess.run([disassembler, file.name], check=True, capture_output=True, text=True).stdout}
+        command = [disassembler, file.name]
+        return {"ir": subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout}

@@ -90,9 +90,9 @@ def _assemble(ptx: str, arch: str) -> bytes:
         return bytes(linker.link("cubin").code)
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(ptx)
+        source.write_text(ptx, encoding="utf-8")
         command = [str(toolkit.find("ptxas")), f"-arch={arch}", str(source), "-o", str(target)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
         if done.returncode:
             raise CompileFailed(f"{command[0]} for {arch}: {done.stderr}{done.stdout}")
         return target.read_bytes()

@@ -6,6 +6,7 @@
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 __device__ inline float nothing() { return __int_as_float(0xff800000); }  // -inf, the logit of what is not seen
+__device__ inline float not_a_number() { return __int_as_float(0x7fffffff); }  // of rows whose indices are wrong
 
 // Keys that a thread's rows do not see; `low` and `high` are the first and last that its rows see, counted from its own first.
 // A scale that is not positive turns scores around.
@@ -110,10 +111,18 @@ template <> struct Format<__nv_bfloat16> { using type = bf16; };
 
 struct Bounds { int begin, end; };
 
-// Inside of what is there whatever the numbers say. One sequence more than there are has the tokens that are left.
+// Inside of what is there whatever the numbers say, and every token is some sequence's: the first one begins with token 0, and
+// one sequence more than there are has the tokens that are left.
 __device__ inline Bounds bounds_of(const int* ends, int sequence, int sequences, int tokens) {
-    const int begin = min(max(ends[sequence], 0), tokens);
+    const int begin = sequence == 0 ? 0 : min(max(ends[sequence], 0), tokens);
     return {begin, sequence < sequences ? min(max(ends[sequence + 1], begin), tokens) : tokens};
+}
+
+// Whether those bounds are not what the numbers say, or more tokens than the `most` that were declared. Rows of such a sequence
+// are NaN.
+__device__ inline bool is_cut(const int* ends, int sequence, int tokens, int most) {
+    const int begin = ends[sequence], end = ends[sequence + 1];
+    return begin < 0 || (sequence == 0 && begin > 0) || end < begin || end > tokens || end - begin > most;
 }
 
 // Blocks of BN keys that any query from place `first` to `last` sees; all of them see all of the `plain` ones. A query sees

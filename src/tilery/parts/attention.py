@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilery.errors import require
-from tilery.parts.heads import LAYOUTS, heads
+from tilery.parts import attention_checks
+from tilery.parts.attention_checks import cutting_window
+from tilery.parts.attention_indices import spans
+from tilery.parts.heads import heads
 from tilery.spec import Bucket, Cost, TensorSpec, dtype_name
 
-SIZES = (16, 32, 64, 80, 96, 128, 192, 256)  # of a head
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8 = attention_checks.FP8
 # The weights are rounded to the values' dtype, then the sum is: 2.4e-3 in bf16, 3e-4 in fp16. An lse is fp32 always,
 # of products that fp8 tensor cores may keep 14 bits of.
 ALLOWED = {torch.float32: 5e-6, torch.float16: 6e-4, torch.bfloat16: 4e-3}
@@ -73,16 +74,20 @@ def reference(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, key_mask: Tensor | None,
     bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None, q_scale: Tensor | None, k_scale: Tensor | None,
     v_scale: Tensor | None, scale: float | None, causal: bool, window: int, softcap: float, layout: str,
+    max_seqlen_q: int, max_seqlen_k: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Sequence by sequence; packed tokens that no sequence has are zero, with an lse of -inf."""
+    """Sequence by sequence; packed tokens that no sequence has are zero, with an lse of -inf, those of cut ones NaN."""
     q, k, v = (x if s is None else x * s for x, s in ((q, q_scale), (k, k_scale), (v, v_scale)))
     how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "slopes": slopes, "sinks": sinks}
     how["scale"] = q.shape[-1] ** -0.5 if scale is None else scale
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         out, lse = q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full((q.shape[1], q.shape[0]), -torch.inf)
-        ends, key_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-        for a, b, c, d in zip(ends, ends[1:], key_ends, key_ends[1:]):
-            out[a:b], lse[:, a:b] = attend(q[a:b], k[c:d], v[c:d], **how)
+        of_keys = spans(cu_seqlens_k, len(k), max_seqlen_k)
+        for mine, keys in zip(spans(cu_seqlens_q, len(q), max_seqlen_q), of_keys):
+            out[mine.tokens], lse[:, mine.tokens] = torch.nan, torch.nan
+            if mine.sound and keys.sound:
+                found = attend(q[mine.tokens], k[keys.tokens], v[keys.tokens], **how)
+                out[mine.tokens], lse[:, mine.tokens] = found
         return out, lse
     turned = [x.transpose(1, 2) if layout == "bhsd" else x for x in (q, k, v)]
     made = [
@@ -97,110 +102,6 @@ def reference(
 
 def _of(bias: Tensor | None, sequence: int) -> Tensor | None:
     return bias if bias is None else bias[sequence if bias.shape[0] > 1 else 0]
-
-
-# Checks
-
-
-def check(
-    q: TensorSpec, k: TensorSpec, v: TensorSpec, cu_seqlens_q: TensorSpec | None, cu_seqlens_k: TensorSpec | None,
-    key_mask: TensorSpec | None, bias: TensorSpec | None, slopes: TensorSpec | None, sinks: TensorSpec | None,
-    q_scale: TensorSpec | None, k_scale: TensorSpec | None, v_scale: TensorSpec | None,
-    causal: bool, window: int, softcap: float, layout: str, max_seqlen_q: int, max_seqlen_k: int,
-) -> None:  # fmt: skip
-    check_qkv(q, k, v, layout)
-    check_packed(cu_seqlens_q, cu_seqlens_k, layout, max_seqlen_q, max_seqlen_k)
-    check_scales(q, q_scale, k_scale, v_scale)
-    batch, queries, count, _, _ = heads(q, layout)
-    keys = heads(k, layout).tokens
-    for name, vector in (("slopes", slopes), ("sinks", sinks)):
-        check_vector(name, vector, count)
-    for name, given in (("key_mask", key_mask), ("bias", bias)):
-        require(given is None or layout != "thd", f"{name} is for layouts bshd and bhsd, got it with layout 'thd'")
-    if key_mask is not None:
-        fits = key_mask.dtype == torch.bool and tuple(key_mask.shape) == (batch, keys)
-        require(fits, f"key_mask must be bool[{batch}, {keys}], True where a key is seen, got {_said(key_mask)}")
-    if bias is not None:
-        wide = len(bias.shape) == 4 and bias.shape[0] in (1, batch) and bias.shape[1] in (1, count)
-        fits = wide and tuple(bias.shape[2:]) == (queries, keys) and bias.dtype in (q.dtype, torch.float32)
-        want = f"{dtype_name(q.dtype)} or fp32 [1 or {batch}, 1 or {count}, {queries}, {keys}]"
-        require(fits, f"bias must be {want}, got {_said(bias)}")
-    check_bend(window, softcap)
-
-
-def check_bend(window: int, softcap: float) -> None:
-    require(window >= 0, f"window must be 0 (none) or the number of keys that a query sees, got {window}")
-    require(0 <= softcap < float("inf"), f"softcap must be 0 (none) or a positive number, got {softcap}")
-
-
-def check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, layout: str) -> None:
-    require(layout in LAYOUTS, f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    what = {"bshd": "[B, S, H, D]", "bhsd": "[B, H, S, D]", "thd": "[T, H, D]"}[layout]
-    known = (*ALLOWED, *FP8)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        require(len(x.shape) == len(layout), f"{name} must be {what} as layout {layout!r} says, got {list(x.shape)}")
-        require(x.dtype in known, f"{name} must be one of {_names(known)}, got {dtype_name(x.dtype)}")
-        require(x.dtype == q.dtype, f"{name} must be {dtype_name(q.dtype)} as q is, got {dtype_name(x.dtype)}")
-        require(
-            x.stride(-1) == 1,
-            f"{name} must have stride 1 along its last dimension, got strides {list(x.strides)}; "
-            "call .contiguous() on it",
-        )
-        least = 32 if x.dtype in FP8 else 16
-        sizes = [size for size in SIZES if size % least == 0]
-        require(x.shape[-1] in sizes, f"{name}'s heads must be of {', '.join(map(str, sizes))}, got {x.shape[-1]}")
-    one, of_keys, of_values = heads(q, layout), heads(k, layout), heads(v, layout)
-    fits = of_keys[:3] == of_values[:3] and of_keys.size == one.size >= of_values.size and of_keys.batch == one.batch
-    shapes = f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    require(
-        fits, f"k must be as q but for tokens and heads, v as k but for a head's size, no larger than k's; {shapes}"
-    )
-    shared = of_keys.heads > 0 and one.heads % of_keys.heads == 0
-    require(shared, f"q's heads must be a multiple of k's, got {one.heads} and {of_keys.heads}")
-
-
-def check_packed(q: TensorSpec | None, k: TensorSpec | None, layout: str, most_q: int, most_k: int) -> None:
-    """The ends of packed sequences, cu_seqlens, and the bounds of their lengths."""
-    for name, ends, bound, most in (
-        ("cu_seqlens_q", q, "max_seqlen_q", most_q),
-        ("cu_seqlens_k", k, "max_seqlen_k", most_k),
-    ):
-        if layout != "thd":
-            require(ends is None and not most, f"{name} and {bound} are for layout 'thd', got them with {layout!r}")
-            continue
-        require(most > 0, f"{bound} must be given for layout 'thd', the longest sequence or more, got {most}")
-        require(ends is not None, f"{name} must be given for layout 'thd', got None")
-        assert ends is not None
-        dense = ends.dtype == torch.int32 and len(ends.shape) == 1 and ends.shape[0] > 0 and ends.stride(0) == 1
-        require(dense, f"{name} must be int32 [sequences + 1] and contiguous, got {_said(ends)}")
-    if q is not None and k is not None:
-        require(q.shape == k.shape, f"cu_seqlens_k must be as long as cu_seqlens_q, {list(q.shape)}, got {_said(k)}")
-
-
-def check_scales(q: TensorSpec, *scales: TensorSpec | None) -> None:
-    """q_scale, k_scale and v_scale, of fp8 tensors alone."""
-    for name, scale in zip(("q_scale", "k_scale", "v_scale"), scales):
-        if q.dtype not in FP8:
-            require(scale is None, f"{name} is for fp8 tensors, those of {dtype_name(q.dtype)} take None")
-            continue
-        fits = scale is not None and scale.dtype == torch.float32 and tuple(scale.shape) == (1,)
-        came = "None" if scale is None else _said(scale)
-        require(fits, f"{name} must be fp32[1] for tensors of {dtype_name(q.dtype)}, got {came}")
-
-
-def check_vector(name: str, x: TensorSpec | None, count: int) -> None:
-    """One fp32 number for every head of q."""
-    if x is not None:
-        fits = x.dtype == torch.float32 and tuple(x.shape) == (count,) and (count <= 1 or x.stride(0) == 1)
-        require(fits, f"{name} must be fp32[{count}], one for each head of q, and contiguous, got {_said(x)}")
-
-
-def _names(dtypes: Any) -> str:
-    return ", ".join(map(dtype_name, dtypes))
-
-
-def _said(x: TensorSpec) -> str:
-    return f"{dtype_name(x.dtype)}{list(x.shape)} with strides {list(x.strides)}"
 
 
 # What kernels are given, and what it costs
@@ -246,11 +147,15 @@ def problem(outs: Any, specs: tuple[Any, ...], scale: float | None = None) -> Pr
     q, k, v, cu_q, *_ = inputs
     one, of_keys, of_values = heads(q, layout), heads(k, layout), heads(v, layout)
     packed = layout == "thd"
+    queries, keys = one.tokens, of_keys.tokens
+    if packed:  # no sequence has more tokens than there are
+        queries, keys = min(most_q, queries), min(most_k, keys)
     made: tuple[Any, ...] = (
         *inputs[:3], outs[0], outs[1] if len(outs) > 1 else None, *inputs[3:],
-        one.size**-0.5 if scale is None else float(scale), causal, window, softcap,
+        one.size**-0.5 if scale is None else float(scale),
+        causal, cutting_window(window, queries, keys), softcap,
         cu_q.shape[0] - 1 if packed else one.batch, one.heads, of_keys.heads,
-        most_q if packed else one.tokens, most_k if packed else of_keys.tokens, one.size, of_values.size,
+        queries, keys, one.size, of_values.size,
         one.strides, of_keys.strides, of_values.strides, heads(outs[0], layout).strides,
     )  # fmt: skip
     return Problem(*made)
@@ -312,5 +217,6 @@ def bucket(q: TensorSpec, k: TensorSpec, v: TensorSpec, *rest: Any) -> Bucket:
     p, layout = problem(outputs(q, k, v), (q, k, v, *rest)), rest[-3]
     exact = f"q={p.heads},k={p.kv_heads},d={p.size},e={p.value},{dtype_name(q.dtype)},{layout}"
     options = {"causal": p.causal, "softcap": p.softcap, "mask": p.key_mask, "bias": p.bias, "slopes": p.slopes}
+    options["sinks"] = p.sinks
     exact += "".join(f",{name}" for name, on in options.items() if on) + (f",window={p.window}" if p.window else "")
     return Bucket(exact=exact, scaled={"m": p.queries, "keys": p.keys, "batch": p.batch})

@@ -16,14 +16,14 @@ def draw(
     m: int, heads: int = 4, kv_heads: int = 2, n: int = 64, dtype: str = "bf16", batch: int = 1, keys: int = -1,
     value: int = 0, order: str = "bshd", causal: bool = True, window: int | None = None, softcap: float = 0.0,
     scale: float | None = None, bias: str = "none", slopes: bool = False, sinks: bool = False, padding: bool = False,
-    lengths: str = "", key_lengths: str = "", spare: int = 0, strength: float = 1.0,
+    lengths: str = "", key_lengths: str = "", spare: int = 0, strength: float = 1.0, wrong: str = "",
     layout: str = "contiguous", special: str = "none", device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """m queries of n for each sequence, `keys` keys (-1: m) of n and values of `value` (0: n).
 
     `order` is the op's layout. `bias` is its dtype, or shared: fp32 for all sequences and heads. `padding`: a key_mask.
     Packed sequences have `lengths` and `key_lengths` of m and `keys` at most, as 3+0+5, else all of m and `keys`; then
-    come so many `spare` tokens, full of NaN. q is `strength` times normal.
+    come so many `spare` tokens, full of NaN. q is `strength` times normal. `wrong` entries are those of `plant`.
     """
     g = random.generator(seed, device)
     packed, keys = order == "thd", m if keys < 0 else keys
@@ -41,15 +41,26 @@ def draw(
         q, k, v = (x.transpose(1, 2) for x in (q, k, v)) if order == "bhsd" else (q, k, v)
     scales = [torch.rand(1, generator=g, device=g.device) + 0.5 if q.dtype in FP8 else None for _ in range(3)]
     vectors = [torch.randn(heads, generator=g, device=g.device) / 4 if on else None for on in (slopes, sinks)]
+    ends = [_ends(sizes, g) if packed else None for sizes in (q_sizes, k_sizes)]
+    plant(wrong, q=ends[0], k=ends[1])
     return {
-        "q": q, "k": k, "v": v,
-        "cu_seqlens_q": _ends(q_sizes, g) if packed else None, "cu_seqlens_k": _ends(k_sizes, g) if packed else None,
+        "q": q, "k": k, "v": v, "cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1],
         "key_mask": _padding(batch, keys, g) if padding else None,
         "bias": _bias(bias, batch, heads, m, keys, dtype, g), "slopes": vectors[0], "sinks": vectors[1],
         "q_scale": scales[0], "k_scale": scales[1], "v_scale": scales[2], "scale": scale, "causal": causal,
         "window": window or 0, "softcap": softcap, "layout": order,
         "max_seqlen_q": m if packed else 0, "max_seqlen_k": keys if packed else 0,
     }  # fmt: skip
+
+
+def plant(wrong: str, **tensors: Tensor | None) -> None:
+    """Writes wrong entries into indices: "q2:90+t0:-1" is 90 for entry 2 of q, and -1 for the first of t."""
+    for entry in wrong.split("+") if wrong else []:
+        where, value = entry.split(":")
+        target = tensors[where[0]]
+        require(target is not None, f"there is nothing to write {entry!r} into")
+        assert target is not None
+        target.view(-1)[int(where[1:])] = int(value)
 
 
 def _empty(x: Tensor, batch: int) -> Tensor:
@@ -157,6 +168,8 @@ def cases() -> list[Case]:
             _PLAIN, m=20, keys=64, **small, dtype="fp32", order="thd", batch=2, window=9, softcap=4.0, causal=False,
             sinks=True,
         ),
+        case(_PLAIN, m=20, **small, dtype="fp16", bias="fp32", order="bhsd", scale=0.3),
+        case(_PLAIN, m=20, **small, dtype="bf16", bias="bf16", slopes=True),
         case(_PLAIN, m=70, heads=2, kv_heads=1, n=64, dtype="e4m3"),
         case(_PLAIN, m=40, keys=70, heads=2, kv_heads=1, n=32, dtype="e5m2", causal=False, softcap=4.0, order="thd"),
         case(m=40, heads=2, kv_heads=1, n=64, dtype="fp16", strength=1e3, scale=1.0),  # logits of ±1e4
@@ -176,8 +189,27 @@ def cases() -> list[Case]:
         case(m=20, **small, dtype="fp32", causal=False, special="nan"),
         case(m=20, **small, dtype="fp16", causal=False, special="inf"),
     ]  # fmt: skip
+    return list(map(_for_hopper, found))
+
+
+def _for_hopper(one: Case) -> Case:
     extras = "bias", "slopes", "sinks", "softcap", "padding"
-    return [for_hopper(one, extras, "no more than packed sequences, causal and window") for one in found]
+    return for_hopper(one, extras, "no more than packed sequences, causal and window")
+
+
+def wrong_cases() -> list[Case]:
+    """Packed sequences whose numbers lead outside, or that are longer than declared; others beside them are right."""
+    small: dict[str, Any] = {"order": "thd", "heads": 2, "kv_heads": 1, "n": 16}
+    found = [
+        case(
+            _PLAIN, m=20, **small, dtype="fp32", lengths="5+9+20", spare=6, wrong="q0:-2147483648+q3:1073741824",
+        ),  # the first does not begin at 0, the last is beyond the end
+        case(_PLAIN, m=30, **small, dtype="fp16", lengths="5+20+5", spare=70, wrong="q3:60", causal=False),  # too long
+        case(_PLAIN, m=20, **small, dtype="fp16", lengths="9+20+4", spare=20, wrong="k3:53"),  # too many keys
+        case(_PLAIN, m=30, **small, dtype="fp32", lengths="9+20+4+6", wrong="k2:4+k4:2147483647"),  # keys that fall
+        case(_PLAIN, m=9, **small, dtype="fp16", lengths="9+3", wrong="q1:-1+q2:-5", sinks=True, window=4),
+    ]  # fmt: skip
+    return list(map(_for_hopper, found))
 
 
 def bench_cases() -> dict[str, list[Case]]:

@@ -13,6 +13,7 @@ import torch
 
 from tilery.backends import cutile_glue
 from tilery.backends.cutile_glue import Launch
+from tilery.parts import no_keys
 from tilery.parts.cutile_attention import (
     LOG2E,
     begin,
@@ -29,9 +30,11 @@ from tilery.spec import Artifact, TensorSpec, Work
 archs = ("sm_90", "sm_100")  # on others its tiles spill
 
 _ZERO = ct.PaddingMode.ZERO
+_NAN = float("nan")
 _COMBINED = 4096  # values that a block of `_combine` holds
 _TAIL = 16  # keys of MLA that are masked at a time: to be values they are in registers then
 _LEAST_ROWS = 16  # of a product by tensor cores
+_FAR = 2**30  # keys: they are numbered in int32, as are those of the tiles behind the last
 
 
 @dataclass(frozen=True)
@@ -76,21 +79,30 @@ class Problem(NamedTuple):
 
 
 def _cut(lengths, k, table, b, PAGE, SPLITS, CHUNK):
-    """The keys of sequence b, and how many of them a split has."""
+    """The keys of sequence b, and how many of them a split has; then 0, or NaN where the length is none that may be."""
     bound = k.shape[1] if PAGE == 0 else table.shape[1] * PAGE
-    length = min(max(ct.load(lengths, (b,), (1,)).item(), 0), bound)
-    return length, max(ct.cdiv(ct.cdiv(length, SPLITS), CHUNK), 1) * CHUNK
+    given = ct.load(lengths, (b,), (1,)).item()
+    length = min(max(given, 0), bound)
+    return length, max(ct.cdiv(ct.cdiv(length, SPLITS), CHUNK), 1) * CHUNK, ct.where(given == length, 0.0, _NAN)
 
 
-def _pages(table, b, j, length, PAGE, N):
-    """Blocks of the cache that hold the N keys of tile j; nothing of the table past the sequence's end is read."""
-    pages = b
+def _pages(table, k, b, j, length, PAGE, N):
+    """Blocks of the cache that hold the N keys of tile j; nothing of the table past the sequence's end is read.
+
+    A block that the cache does not have becomes one that it has. The tile's first key of such a block is given too, or
+    the length where there is none: no row stands there, so rows that stand before it see no such key.
+    """
+    pages, end = b, length
     if PAGE >= N:
-        pages = ct.gather(table, (b, j * N // PAGE))
+        page = ct.gather(table, (b, j * N // PAGE))
+        pages = max(min(page, k.shape[0] - 1), 0)
+        end = ct.where(page == pages, length, j * N)
     elif PAGE > 0:
         each = j * (N // PAGE) + ct.arange(N // PAGE, dtype=ct.int32)
-        pages = ct.gather(table, (b, each), mask=each * PAGE < length)
-    return pages
+        page = ct.gather(table, (b, each), mask=each * PAGE < length)
+        pages = ct.maximum(ct.minimum(page, k.shape[0] - 1), 0)
+        end = ct.min(ct.where(page == pages, length, each * PAGE)).item()
+    return pages, end
 
 
 def _fetched(x, pages, j, kv_head, PAGE, N, D):
@@ -109,7 +121,8 @@ def _step(
     q, q_rope, k, k_rope, v, table, b, kv_head, j, length, place, scale, top, total, acc,
     D, ROPE, N, PAGE, SHARED, MASKED,
 ):  # fmt: skip
-    pages = _pages(table, b, j, length, PAGE, N)
+    """Tile j of the keys. Rows that see one of a block that the cache does not have become NaN."""
+    pages, end = _pages(table, k, b, j, length, PAGE, N)
     keys = _fetched(k, pages, j, kv_head, PAGE, N, D)
     scores = ct.mma(q, keys.transpose(), ct.zeros((q.shape[0], N), ct.float32))
     if ROPE > 0:
@@ -120,9 +133,11 @@ def _step(
     if MASKED:
         key = j * N + ct.arange(N, dtype=ct.int32)
         scores = ct.where(key.reshape((1, N)) <= place, scores, float("-inf"))
-        there = key.reshape((N, 1)) < length
+        there = ct.arange(N, dtype=ct.int32).reshape((N, 1)) < end - j * N
         values = ct.where(there, values, ct.zeros((N, D), values.dtype))  # what is not there may be NaN
     top, total, weights, shrink = online(top, total, scores, 1.0)
+    if PAGE > 0:
+        total = ct.where(place < end, total, _NAN)
     return top, total, ct.mma(weights.astype(values.dtype), values, acc * shrink)
 
 
@@ -140,7 +155,7 @@ def _attend(
     split, tile = divmod(tile, tokens * heads)
     b, split = divmod(split, THERE)
     token, head = divmod(tile, heads)
-    length, size = _cut(lengths, k, table, b, PAGE, SPLITS, N)
+    length, size, wrong = _cut(lengths, k, table, b, PAGE, SPLITS, N)
     low, high = split * size, min(split * size + size, length)
     if (low < length) | (THERE == 1):
         where = b, token, kv_head, head, 0
@@ -168,7 +183,7 @@ def _attend(
             )  # fmt: skip
         row = (1, TOKENS, 1, HEADS)
         if THERE == 1:
-            share, logsum = finish(top, total)
+            share, logsum = finish(top, total + wrong)
             ct.store(out, where, (acc * share).astype(out.dtype).reshape((1, TOKENS, 1, HEADS, D)))
             if LSE:
                 ct.store(lse, (b, token, kv_head, head), logsum.reshape(row))
@@ -190,7 +205,7 @@ def _combine(
     row, piece = divmod(ct.bid(0), ct.num_tiles(out, 1, (1, PIECE)))
     b, rest = divmod(row, QUERIES * HEADS)
     token, head = divmod(rest, HEADS)
-    length, size = _cut(lengths, k, table, b, PAGE, SPLITS, N)
+    length, size, wrong = _cut(lengths, k, table, b, PAGE, SPLITS, N)
     live = ct.arange(MOST, dtype=ct.int32).reshape((MOST, 1)) * size < length
     tops = ct.load(stats, (0, 0, row), (1, MOST, 1), padding_mode=_ZERO, allow_tma=False).reshape((MOST, 1))
     totals = ct.load(stats, (1, 0, row), (1, MOST, 1), padding_mode=_ZERO, allow_tma=False).reshape((MOST, 1))
@@ -200,7 +215,7 @@ def _combine(
     factor = ct.exp2(tops - ct.where(top == float("-inf"), 0.0, top))
     total = ct.sum(ct.where(live, totals, 0.0) * factor, axis=0, keepdims=True)
     acc = ct.sum(ct.where(live, found.reshape((MOST, PIECE)), 0.0) * factor, axis=0, keepdims=True)
-    share, logsum = finish(top, total)
+    share, logsum = finish(top, total + wrong)
     ct.store(out, (row, piece), (acc * share).astype(out.dtype), allow_tma=False)
     if LSE and piece == 0:
         ct.store(lse, (b, head, token), logsum.reshape((1, 1, 1)), allow_tma=False)
@@ -237,6 +252,8 @@ def refusal(p: Problem, config: Config, name: str) -> str | None:
     why = size_refusal(p.q.dtype, **{name: p.q.shape[3]}) or reach_refusal(**arrays)
     if why:
         return why
+    if p.bound >= _FAR:
+        return f"numbers keys up to {_FAR}, got {p.bound}"
     if config.rows < _LEAST_ROWS:
         return f"rows must be {_LEAST_ROWS} or more, as of a product by tensor cores, got {config.rows}"
     most = max(blocks(p, config), p.rows * (int(p.q.shape[3]) // _piece(p, config)))
@@ -310,10 +327,8 @@ def compile(p: Problem, config: Config, arch: str) -> Artifact:
 
 
 def run(p: Problem, config: Config, *kept) -> None:
-    if p.bound == 0:  # TMA cannot describe an empty array
-        p.out.zero_()
-        if p.lse is not None:
-            p.lse.fill_(float("-inf"))
+    if p.bound == 0 or p.k.shape[0] == 0:  # TMA cannot describe an empty array
+        no_keys.fill(p.out, p.lse, p.lengths, p.bound)
         return
     for launch in _launches(p, config, *kept):
         cutile_glue.run(launch)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilery import inputs as random
 from tilery.errors import require
+from tilery.indices import require_between
 from tilery.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
 
 LAYOUTS = ("bshd", "bhsd", "thd")
@@ -110,6 +111,11 @@ def _names(dtypes: Any) -> str:
     return ", ".join(map(dtype_name, dtypes))
 
 
+def look_at_positions(cos: Tensor, positions: Tensor | None) -> None:
+    if positions is not None:
+        require_between("positions", positions, 0, cos.shape[0] - 1)
+
+
 # What it means, and what it costs
 
 
@@ -188,7 +194,7 @@ def draw(
     """q, k, v and what turns them: m tokens a sequence, heads of n of which `rotary` (0: all) are turned.
 
     `order` is the op's layout. Where `layout` is not contiguous, q, k and v are views of one tensor, as a model's qkv.
-    `places` is the dtype of the positions, or none, or outside: some are not in the table.
+    `places` is the dtype of the positions, or none, or outside (int64) or outside32: some are not in the table.
     """
     g = random.generator(seed, device)
     q, k, v = _qkv(m * batch, (heads, kv_heads, kv_heads), n, dtype, g, layout, special, order, batch)
@@ -219,9 +225,11 @@ def _positions(m: int, batch: int, table: int, order: str, places: str, g: Any) 
     if places == "none" and order != "thd":
         return None
     shape = (m * batch,) if order == "thd" else (batch, m)
-    low, high = (-2, table + 2) if places == "outside" else (0, table)
-    made = torch.randint(low, high, shape, generator=g, device=g.device)
-    return made.to(torch.int32 if places == "int32" else torch.int64)
+    made = torch.randint(0, table, shape, generator=g, device=g.device)
+    if places.startswith("outside"):
+        wrong = (-1, table, 2**31 - 1, -(2**31)) if places == "outside32" else (-1, table, 2**32, 2**62, -(2**63))
+        made.view(-1)[: len(wrong)] = torch.tensor(wrong, device=g.device)[: made.numel()]
+    return made.to(torch.int32 if places in ("int32", "outside32") else torch.int64)
 
 
 def cases() -> list[Case]:
@@ -235,6 +243,7 @@ def cases() -> list[Case]:
         case(m=3, heads=4, kv_heads=4, n=96, dtype="fp16", batch=2, order="bhsd", places="int32", refused_by=odd),
         case(m=7, heads=4, kv_heads=2, n=64, dtype="bf16", rotary=32, order="thd", places="int32", angles="same"),
         case(m=4, heads=4, kv_heads=2, n=80, dtype="fp32", rotary=24, order="thd", places="int64", refused_by=odd),
+        case(m=3, heads=4, kv_heads=2, n=64, dtype="fp16", angles="same"),
         case(m=4, heads=2, kv_heads=2, n=80, dtype="fp16", rotary=24, interleaved=True, order="bhsd", refused_by=odd),
         case(m=1, heads=1, kv_heads=1, n=2, dtype="fp32"),
         case(m=1, heads=8, kv_heads=2, n=128, dtype="bf16", batch=3, places="int32"),  # decode
@@ -244,6 +253,7 @@ def cases() -> list[Case]:
         case(m=4, heads=3, kv_heads=2, n=64, dtype="bf16", layout="misaligned", order="bhsd"),
         case(m=3, heads=2, kv_heads=1, n=64, dtype="fp16", layout="far"),
         case(m=6, heads=2, kv_heads=1, n=32, dtype="fp32", places="outside"),
+        case(m=6, heads=2, kv_heads=1, n=32, dtype="fp16", places="outside32", interleaved=True),
         case(m=3, heads=2, kv_heads=1, n=32, dtype="fp32", special="nan"),
         case(m=3, heads=2, kv_heads=1, n=32, dtype="fp16", special="inf", interleaved=True),
     ]

@@ -22,7 +22,7 @@ from tilery.spec import Artifact, Work, dtype_name
 archs = ("sm_90",)
 
 _SOURCE = Path(__file__).parents[1] / "ops" / "attention" / "hopper.cu"
-_PARAMETERS = "TTTPPPPqqqqqiiiiiiiiif"
+_PARAMETERS = "TTTPPPPqqqqqiiiiiiiiiiif"
 _L2 = 2**25  # bytes of keys and values that blocks running together may share: about half of an H200's
 _FAR = 2**29  # tokens: more than a query sees
 _PATTERN, _BARRIERS, _RESERVED = 1024, 16, 1024  # bytes to align tiles, for a slot, that the driver takes of a block
@@ -167,7 +167,7 @@ def _kernel(dtype: torch.dtype, size: int, config: Config) -> cuda_glue.Kernel:
 
 def _run(p: Problem, config: Config) -> None:
     queries, keys = _tokens(p)
-    if keys == 0:  # there is no map of nothing
+    if keys == 0 and p.cu_q is None:
         p.out.zero_()
         if p.lse is not None:
             p.lse.fill_(-torch.inf)
@@ -175,13 +175,16 @@ def _run(p: Problem, config: Config) -> None:
     kernel, count = _kernel(p.q.dtype, p.size, config), _pairs(p)
     tiles = ceil_div(p.queries, config.block_m * config.share)
     boxes = config.block_m, config.block_n // config.share, config.block_n // config.share
-    maps = [tensor_maps.of_heads(x, sizes, steps, rows) for (_, x, sizes, steps), rows in zip(_operands(p), boxes)]
+    operands = _operands(p)
+    if keys == 0:  # there is no map of nothing; packed sequences may be cut all the same
+        operands = operands[:1] * 3
+    maps = [tensor_maps.of_heads(x, sizes, steps, rows) for (_, x, sizes, steps), rows in zip(operands, boxes)]
     lse = (0, 0) if p.lse is None else (0, p.lse.stride(0)) if p.cu_q is not None else p.lse.stride()[:2]
     pointers = (0 if x is None else x.data_ptr() for x in (p.out, p.lse, p.cu_q, p.cu_k))
     group, shared = p.heads // p.kv_heads, p.keys * 2 * p.size * p.q.dtype.itemsize
     band = min(group * max(_L2 // max(shared, 1), 1), count)
     left = min(p.window, _FAR) - 1 if p.window else _FAR
-    shapes = p.batch, p.heads, group, queries, keys, tiles, band, left, 0 if p.causal else left
+    shapes = p.batch, p.heads, group, queries, keys, p.queries, p.keys, tiles, band, left, 0 if p.causal else left
     blocks = count * tiles * config.share
     if config.persistent:
         blocks = min(blocks, kernel.resident() // config.share * config.share)

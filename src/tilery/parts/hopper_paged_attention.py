@@ -15,6 +15,7 @@ import torch
 
 from tilery.backends import cuda_glue, tensor_maps
 from tilery.parts import hopper_attention
+from tilery.parts.attention_checks import cutting_window
 from tilery.parts.fp8 import ceil_div
 from tilery.parts.hopper_attention import columns
 from tilery.parts.paged_attention import most_splits
@@ -103,7 +104,7 @@ def problem(tensors: tuple[Any, ...], out: Any, most: int, window: int, scale: f
     (*tokens, heads, size), (pages, page, kv_heads, _) = q.shape, k.shape
     bound = page if table is None else table.shape[1] * page
     made = math.prod(tokens), heads, size, pages, page, kv_heads, heads // kv_heads, lengths.shape[0], bound
-    rest = most, window, size**-0.5 if scale is None else scale, extras
+    rest = most, cutting_window(window, most, bound), size**-0.5 if scale is None else scale, extras
     return Problem._make((*tensors, out, *made, *rest))
 
 
@@ -209,7 +210,7 @@ def _kernel(dtype: torch.dtype, size: int, config: Config) -> cuda_glue.Kernel:
     how = hopper_attention.Config(config.block_m, config.block_n, config.stages)
     sizes = f"{size}, {config.block_n}, {config.block_m // 64}, {config.stages}, {config.share}"
     name, shared = f"paged_attention<{cuda_glue.TYPES[dtype]}, {sizes}>", how.shared(columns(size))
-    return cuda_glue.Kernel(_SOURCE, name, "TTTPPPPPPqiiiiiiiiiiiif", how.threads, shared, config.share, early=True)
+    return cuda_glue.Kernel(_SOURCE, name, "TTTPPPPPPqiiiiiiiiiiiiif", how.threads, shared, config.share, early=True)
 
 
 @functools.cache
@@ -220,25 +221,35 @@ def combination(dtype: torch.dtype, size: int) -> cuda_glue.Kernel:
 
 @functools.lru_cache(maxsize=_KEPT)
 def maps(
-    addresses: _Sizes, q: _Sizes, q_strides: _Sizes, k: _Sizes, k_strides: _Sizes, paged: bool, fetched: int, part: int
-) -> list[Any]:
-    """Of q, k_cache and v_cache: found at once, which takes less than to find each."""
+    addresses: _Sizes, q: _Sizes, q_strides: _Sizes, k: _Sizes, k_strides: _Sizes, dtype: torch.dtype, paged: bool,
+    fetched: int, part: int,
+) -> list[Any]:  # fmt: skip
+    """Of q, k_cache and v_cache: found at once, which takes less than to find each.
+
+    Keys of a page that is not in the cache are NaN, so that every row that sees one of them is; its values are zeros.
+    """
     rows, cache = _views(q, q_strides, k, k_strides)
     group, most = rows[0][1], part & -part
-    height = min(k[1], most) if paged else most  # boxes must not pass the end of a page; behind a sequence are zeros
-    views = (rows, (group, 1, fetched // group)), (cache, (height,)), (cache, (height,))
-    return [tensor_maps.heads_at(at, 2, *view, *box) for at, (view, box) in zip(addresses, views)]
+    height = min(k[1], most) if paged else most  # boxes must not pass the end of a page
+    views = (rows, (group, 1, fetched // group), None), (cache, (height,), dtype), (cache, (height,), None)
+    return [tensor_maps.heads_at(at, 2, *view, *box, nan=nan) for at, (view, box, nan) in zip(addresses, views)]
+
+
+def _without_pages(p: Problem) -> Problem:
+    """The problem with a cache of one page that no table names: TMA has no map of nothing."""
+    page = p.q.new_empty(1, max(p.page, 1), p.kv_heads, p.size)
+    table = p.table if p.table is None else torch.full_like(p.table, -1)
+    return p._replace(k=page, v=page, table=table)
 
 
 def run(p: Problem, config: Config, parts: Any = None, stats: Any = None) -> None:
-    if p.bound == 0 or p.pages == 0:  # there is no map of nothing
-        p.out.zero_()
-        return
+    if p.pages == 0 or p.page == 0:
+        p = _without_pages(p)
     q, k, out, table, fetched = p.q, p.k, p.out.data_ptr(), p.table, p.fetched(config)
     addresses, part = (q.data_ptr(), k.data_ptr(), p.v.data_ptr()), config.block_n // config.share
-    made = maps(addresses, q.shape, q.stride(), k.shape, k.stride(), table is not None, fetched, part)
+    made = maps(addresses, q.shape, q.stride(), k.shape, k.stride(), q.dtype, table is not None, fetched, part)
     splits, kept = (1, (0, 0)) if parts is None else (parts.shape[0], (parts.data_ptr(), stats.data_ptr()))
-    kernel, blocks = _kernel(q.dtype, p.size, config), p.blocks(config) * splits
+    kernel, blocks = _kernel(q.dtype, p.size, config), max(p.blocks(config) * splits, config.share)
     if config.persistent:
         blocks = min(blocks, kernel.resident() // config.share * config.share)
     starts = 0 if p.starts is None else p.starts.data_ptr()
@@ -246,7 +257,7 @@ def run(p: Problem, config: Config, parts: Any = None, stats: Any = None) -> Non
     shapes = p.sequences, p.tokens, p.kv_heads, p.group, p.tiles(config)
     cuts = splits, config.splits if splits > 1 else 1, config.least
     left = min(p.window, _FAR) - 1 if p.window else _FAR
-    pointers, sizes = (pages, starts, p.lengths.data_ptr(), out, *kept), (fetched, page, p.bound, left)
+    pointers, sizes = (pages, starts, p.lengths.data_ptr(), out, *kept), (fetched, page, p.most, p.bound, left)
     kernel.launch(blocks, *made, *pointers, row, *shapes, *cuts, *sizes, float(p.scale))
     if parts is not None:
         rows = p.tokens * p.heads

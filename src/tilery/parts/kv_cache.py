@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilery.errors import require
+from tilery.indices import require_between
 from tilery.parts import fp8
 from tilery.spec import DTYPES, TensorSpec, dtype_name
 
@@ -45,6 +46,10 @@ def _check_scale(name: str, scale: TensorSpec | None, cache: TensorSpec, kv_head
     require(dense, f"{name} must be [1] or [{kv_heads}] and contiguous, got {list(scale.shape)}")
 
 
+def look_at_slots(slots: Tensor, cache: Tensor) -> None:
+    require_between("slots", slots, 0, cache.shape[0] * cache.shape[1] - 1, allow=-1)
+
+
 def write(cache: Tensor, values: Tensor, slots: Tensor, scale: Tensor | None) -> None:
     """The reference: values [T, kv_heads, head_dim] to their slots; rounded where the cache is fp8."""
     blocks, block_size = cache.shape[:2]
@@ -70,9 +75,14 @@ def draw(shape: tuple[int, ...], dtype: torch.dtype, together: bool, g: Any) -> 
     return (k, v) if together else (k.contiguous(), v.contiguous())
 
 
-def draw_slots(tokens: int, cache: Tensor, skip: bool, kind: torch.dtype, g: Any) -> Tensor:
-    """Distinct slots all over the cache; every fifth token is skipped if some are."""
-    slots = torch.randperm(cache.shape[0] * cache.shape[1], generator=g, device=g.device)[:tokens]
+def draw_slots(tokens: int, cache: Tensor, skip: bool, kind: torch.dtype, g: Any, outside: bool = False) -> Tensor:
+    """Distinct slots all over the cache; every fifth token is skipped if some are; `outside`: the first are none."""
+    count = cache.shape[0] * cache.shape[1]
+    slots = torch.randperm(count, generator=g, device=g.device)[:tokens]
     if skip:
         slots[1::5] = -1
+    if outside:
+        large = (2**32, 2**62, -(2**63)) if kind == torch.int64 else (2**31 - 1, -(2**31))
+        wrong = torch.tensor((count, -2, *large), device=g.device)[:tokens]
+        slots[: len(wrong)] = wrong
     return slots.to(kind)

@@ -54,4 +54,7 @@ def cases() -> list[Case]:
         case(m=5, n=64, k=64, dtype="fp32", layout="misaligned"),
         case(m=3, n=64, k=32, dtype="fp16", layout="far"),  # more than 2**31 elements from first to last
         case(m=7, n=64, k=32, dtype="fp32", special="nan"),
+        case(m=8, n=70, k=32, dtype="fp32", outside=True),
+        case(m=8, n=70, k=32, dtype="fp16", ignored=True, ignore_index=2**40, label_smoothing=1.0),
+        case(m=8, n=70, k=32, dtype="bf16", outside=True, ignored=True, ignore_index=7),
     ]

@@ -1,12 +1,13 @@
 """What ops that normalise rows share: checks, inputs, cases, and what their peers would be given."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilery import inputs as draw
-from tilery.errors import require
+from tilery.errors import BadInput, require
 from tilery.parts import rows
 from tilery.spec import Case, TensorSpec, case, dtype_name
 
@@ -22,6 +23,14 @@ def check_vector(name: str, vector: TensorSpec, x: TensorSpec) -> None:
     require(vector.shape == (n,), f"{name} must be [{n}] as x's rows are, got {list(vector.shape)}")
     require(vector.stride(0) == 1 or n <= 1, f"{name} must be contiguous, got stride {vector.stride(0)}")
     require(vector.dtype == x.dtype, f"{name} must be {dtype_name(x.dtype)} as x is, got {dtype_name(vector.dtype)}")
+
+
+def check_eps(eps: float, offset: float = 0.0) -> None:
+    """At every call, so without a message until it is needed; written so that NaN is refused."""
+    if not 0 <= eps < math.inf:
+        raise BadInput(f"eps must be 0 or more and finite, got {eps}")
+    if not abs(offset) < math.inf:
+        raise BadInput(f"offset must be finite, got {offset}")
 
 
 def contiguous(x: TensorSpec) -> TensorSpec:
@@ -46,7 +55,18 @@ def rms_cases(heads: bool = False, refused_by: dict[str, str] | None = None) -> 
         case(m=3, n=64, dtype="fp32", heads=4, refused_by=ONE_DISTANCE),
         case(m=520, n=16, dtype="fp16", heads=2, refused_by=ONE_DISTANCE),  # several rows in a program
     ]
-    return [*rows.cases(refused_by), case(m=3, n=96, dtype="fp32", offset=1.0), *(views if heads else [])]
+    offsets = [case(m=3, n=96, dtype="fp32", offset=1.0), case(m=5, n=256, dtype="fp16", eps=2.0, offset=-0.5)]
+    return [*rows.cases(refused_by), *offsets, *eps_cases(), *(views if heads else [])]
+
+
+def eps_cases() -> list[Case]:
+    """Large ones, which change the result, and none."""
+    return [
+        case(m=3, n=96, dtype="fp32", eps=0.5),
+        case(m=3, n=96, dtype="fp16", eps=0.5),
+        case(m=3, n=256, dtype="bf16", eps=0.0),
+        case(m=2, n=9000, dtype="fp32", eps=0.5),  # longer than what a few kernels hold at a time
+    ]
 
 
 def backward_cases() -> list[Case]:
@@ -66,6 +86,9 @@ def backward_cases() -> list[Case]:
         case(m=3, n=200, dtype="fp32", special="nan"),
         case(m=3, n=200, dtype="fp16", special="inf"),
         case(m=3, n=20001, dtype="fp32"),  # longer than the registers hold
+        case(m=3, n=96, dtype="fp32", eps=0.5),
+        case(m=3, n=96, dtype="bf16", eps=2.0),
+        case(m=3, n=20001, dtype="fp32", eps=0.5),
     ]
 
 
@@ -97,6 +120,10 @@ def fp8_cases() -> list[Case]:
         case(m=3, n=200, dtype="fp32", per="token", special="inf"),
         case(m=2, n=33000, dtype="fp32", per="token"),  # longer than the registers hold
         case(m=2, n=33000, dtype="fp32", per="group"),
+        # per token, eps and offset change the scales: the values of a row are the same up to a factor
+        case(m=3, n=512, dtype="fp32", per="token", eps=0.5, offset=-0.5),
+        case(m=5, n=512, dtype="fp16", per="group", eps=0.5),
+        case(m=2, n=33000, dtype="fp32", per="group", eps=2.0),
     ]
 
 

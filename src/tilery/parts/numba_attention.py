@@ -21,7 +21,6 @@ from tilery.backends.numba_glue import (
     at,
     exp,
     f32,
-    integer,
     load,
     rank,
     store,
@@ -31,14 +30,13 @@ from tilery.parts.numba_attention_blocks import (
     NOTHING,
     Room,
     add_values,
-    address,
     find_block,
-    head_and_token,
     load_queries,
     put_scores,
     weigh_row,
 )
-from tilery.parts.numba_attention_pieces import BLOCK, add_scaled, fill, narrow, padded
+from tilery.parts.numba_attention_pieces import BLOCK, add_scaled, fill, padded
+from tilery.parts.numba_attention_rows import clear, finish, spoil
 from tilery.parts.numba_attention_tasks import Task, launchable, raised
 from tilery.spec import Artifact, TensorSpec
 
@@ -141,32 +139,6 @@ def _walk(low, high, room, block, p):
 
 
 @numba_glue.jit
-def _finish(r, sums, top, total, block, p):
-    """A row of out and its lse; a sink is one more score, without a value."""
-    head, token = head_and_token(r, block, p)
-    token += block.first_query
-    base = f32(0) if top == NOTHING else top
-    factor = f32(1)
-    if p.tensors.sinks != 0:
-        sink = load(p.tensors.sinks, head, FP32)
-        top = unrank(max(rank(top), rank(sink)))
-        shifted = f32(0) if top == NOTHING else top
-        factor, base = exp(base - shifted) if total != 0 else f32(0), shifted
-        total = total * factor + exp(sink - shifted)
-    out = address(p.tensors.out, p.strides.out, block.sequence, token, head)
-    if total == 0:
-        fill(sums, p.sizes.v, f32(0))
-    else:
-        factor /= total
-    if p.tensors.v_scale != 0:
-        factor *= load(p.tensors.v_scale, block.group * p.strides.v_scale, FP32)
-    narrow(sums, out, p.sizes.v, factor, p.kinds.out)
-    if p.tensors.lse != 0:
-        lse = NOTHING if total == 0 else base + f32(np.log(total))
-        store(address(p.tensors.lse, p.strides.lse, block.sequence, token, head), 0, lse, FP32)
-
-
-@numba_glue.jit
 def _partial(partial, r, chunk, chunks, block, p):
     """Where a row's sums of a chunk lie."""
     total = p.sizes.queries * p.sizes.per
@@ -199,7 +171,7 @@ def _join(partial, chunk, chunks, room, block, p):
             weight = exp(load(kept, p.sizes.v, FP32) - base)
             total += weight * load(kept, p.sizes.v + 1, FP32)
             add_scaled(room.sums, kept, p.sizes.v, weight)
-        _finish(r, room.sums, top, total, block, p)
+        finish(r, room.sums, top, total, block, p)
 
 
 @numba_glue.jit
@@ -209,6 +181,10 @@ def _unit(unit, join, partial, rows, chunk, chunks, room, p):
     c, unit = (0, unit) if join else (unit % chunks, unit // chunks)
     pair, row = unit % pairs, (blocks - 1 - unit // pairs) * rows
     block = find_block(pair // p.sizes.groups, pair % p.sizes.groups, row, rows, p)
+    if not block.sound:
+        if join or chunks == 1:
+            spoil(blocks * rows, block, room, p)
+        return
     if join:
         _join(partial, chunk, chunks, room, block, p)
         return
@@ -224,21 +200,7 @@ def _unit(unit, join, partial, rows, chunk, chunks, room, p):
     else:
         for r in range(block.rows):
             sums = at(room.sums, r * room.pitch, FP32)
-            _finish(r, sums, load(room.tops, r, FP32), load(room.totals, r, FP32), block, p)
-
-
-@numba_glue.jit
-def _clear(first, step, room, p):
-    """Zeros for every `step`-th of the packed tokens that no sequence has."""
-    start, end = integer(p.tensors.cu_q, 0, 4), integer(p.tensors.cu_q, p.sizes.batch, 4)
-    fill(room.line, p.sizes.v, f32(0))
-    for token in range(first, p.sizes.packed, step):
-        if token < start or token >= end:
-            for head in range(p.sizes.groups * p.sizes.per):
-                out = address(p.tensors.out, p.strides.out, 0, token, head)
-                narrow(room.line, out, p.sizes.v, f32(1), p.kinds.out)
-                if p.tensors.lse != 0:
-                    store(address(p.tensors.lse, p.strides.lse, 0, token, head), 0, NOTHING, FP32)
+            finish(r, sums, load(room.tops, r, FP32), load(room.totals, r, FP32), block, p)
 
 
 @numba_glue.jit
@@ -250,7 +212,7 @@ def _part(first, step, join, work, partial, rows, chunk, chunks, tensors, flat, 
     for unit in range(first, units if join else units * chunks, step):
         _unit(unit, join, partial, rows, chunk, chunks, room, p)
     if sizes.packed and not join:
-        _clear(first, step, room, p)
+        clear(first, step, room, p)
 
 
 @numba_glue.kernel

@@ -7,8 +7,8 @@ import numpy as np
 from numba import prange
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, at, exp, f32, integer, load, store
-from tilery.parts.numba_attention_blocks import address
+from tilery.backends.numba_glue import FP32, at, exp, f32, load, store
+from tilery.parts.numba_attention_blocks import NAN, address, packed_end
 from tilery.parts.numba_attention_pieces import BLOCK, fill, narrow
 from tilery.parts.numba_attention_sides import (
     Strides,
@@ -102,28 +102,41 @@ def _walk(walk, room, p):
 
 
 @numba_glue.jit
+def _spoil(step, walk, room, p):
+    """NaN for a cut sequence's rows: those of this block and, as there may be more than declared, every `step`-th."""
+    end = walk.keys if walk.by_key else walk.queries * p.sizes.per
+    fill(room.head_sums, room.rows * wide(p.sizes.head), NAN)
+    fill(room.value_sums, room.rows * wide(p.sizes.value), NAN)
+    for row in range(walk.row, end, step):
+        rows = min(room.rows, end - row)
+        where = walk.sequence, walk.group, walk.first_query, walk.first_key, walk.queries, walk.keys
+        _write(Walk(walk.by_key, *where, row, rows), room, p)
+
+
+@numba_glue.jit
 def _unit(unit, blocks, by_key, room, p):
     """Later queries, which see more, and earlier keys, which more queries see, come first."""
     pairs = p.sizes.batch * p.sizes.groups
     pair, block = unit % pairs, unit // pairs
     sequence, group = pair // p.sizes.groups, pair % p.sizes.groups
-    first_query, queries = span(p.tensors.cu_q, sequence, p.sizes.queries)
-    first_key, keys = span(p.tensors.cu_k, sequence, p.sizes.keys)
+    first_query, queries, sound = span(p.tensors.cu_q, sequence, p.sizes.queries, p.sizes.packed_queries)
+    first_key, keys, known = span(p.tensors.cu_k, sequence, p.sizes.keys, p.sizes.packed_keys)
     row = (block if by_key else blocks - 1 - block) * room.rows
     rows = min(room.rows, (keys if by_key else queries * p.sizes.per) - row)
-    if rows > 0:
+    if not (sound and known):
+        walk = Walk(by_key, sequence, group, first_query, first_key, queries, keys, row, rows)
+        _spoil(blocks * room.rows, walk, room, p)
+    elif rows > 0:
         _walk(Walk(by_key, sequence, group, first_query, first_key, queries, keys, row, rows), room, p)
 
 
 @numba_glue.jit
 def _clear(first, step, tensor, steps, cu, tokens, heads, size, room, p):
     """Zeros for every `step`-th of the packed tokens that no sequence has."""
-    start, end = integer(cu, 0, 4), integer(cu, p.sizes.batch, 4)
     fill(room.line, size, f32(0))
-    for token in range(first, tokens, step):
-        if token < start or token >= end:
-            for head in range(heads):
-                narrow(room.line, address(tensor, steps, 0, token, head), size, f32(1), p.sizes.kind)
+    for token in range(packed_end(cu, p.sizes.batch, tokens) + first, tokens, step):
+        for head in range(heads):
+            narrow(room.line, address(tensor, steps, 0, token, head), size, f32(1), p.sizes.kind)
 
 
 @numba_glue.jit
@@ -135,7 +148,8 @@ def _part(thread, threads, work, rows, tensors, s, sizes, scale):
     of_queries, of_keys = (sizes.queries * sizes.per + rows - 1) // rows, (sizes.keys + rows - 1) // rows
     for unit in range(thread, pairs * (of_queries + of_keys), threads):
         by_key = unit >= pairs * of_queries
-        _unit(unit - pairs * of_queries if by_key else unit, of_queries, by_key, room, p)
+        blocks = of_keys if by_key else of_queries
+        _unit(unit - pairs * of_queries if by_key else unit, blocks, by_key, room, p)
     if sizes.packed_queries or sizes.packed_keys:
         heads, queries, keys = sizes.groups * sizes.per, sizes.packed_queries, sizes.packed_keys
         _clear(thread, threads, tensors.dq, strides.dq, tensors.cu_q, queries, heads, sizes.head, room, p)

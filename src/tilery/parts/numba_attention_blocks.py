@@ -26,7 +26,7 @@ from tilery.parts.numba_attention_pieces import (
 )
 from tilery.parts.numba_softmax import row_top
 
-NOTHING = f32(-np.inf)
+NOTHING, NAN = f32(-np.inf), f32(np.nan)
 
 
 class Block(NamedTuple):
@@ -36,11 +36,13 @@ class Block(NamedTuple):
     group: int
     first_query: int  # the sequence's first token, among packed ones
     first_key: int
+    queries: int
     place: int  # of the sequence's first query among its keys
     row: int
     rows: int
     low: int
     high: int
+    sound: bool  # or the sequence is cut, and its rows are NaN: see attention_indices.py
 
 
 class Room(NamedTuple):
@@ -61,18 +63,35 @@ class Room(NamedTuple):
 
 
 @numba_glue.jit
+def packed_span(ends, sequence, tokens, most):
+    """First token and number of tokens of a packed sequence, inside of what is there, and whether it is sound."""
+    first, last = integer(ends, sequence, 4), integer(ends, sequence + 1, 4)
+    start = min(max(first, 0), tokens) if sequence > 0 else 0
+    end = min(max(last, start), tokens)
+    return start, end - start, start == first and end == last and end - start <= most
+
+
+@numba_glue.jit
+def packed_end(ends, sequences, tokens):
+    """The first token that no packed sequence has."""
+    return min(max(integer(ends, sequences, 4), 0), tokens) if sequences > 0 else 0
+
+
+@numba_glue.jit
 def find_block(sequence, group, row, rows, p):
-    """Of at most `rows` rows from `row` on; none if the sequence is shorter."""
+    """Of at most `rows` rows from `row` on; none if the sequence is shorter. One that is cut has no keys."""
     tensors, sizes, rules = p.tensors, p.sizes, p.rules
     first_query, queries, first_key, keys = 0, sizes.queries, 0, sizes.keys
+    sound, known = True, True
     if tensors.cu_q != 0:
-        first_query = integer(tensors.cu_q, sequence, 4)
-        queries = integer(tensors.cu_q, sequence + 1, 4) - first_query
+        first_query, queries, sound = packed_span(tensors.cu_q, sequence, sizes.packed, sizes.queries)
     if tensors.cu_k != 0:
-        first_key = integer(tensors.cu_k, sequence, 4)
-        keys = integer(tensors.cu_k, sequence + 1, 4) - first_key
+        first_key, keys, known = packed_span(tensors.cu_k, sequence, sizes.packed_keys, sizes.keys)
     if tensors.lengths != 0:
-        keys = min(integer(tensors.lengths, sequence, 4), keys)
+        length = integer(tensors.lengths, sequence, 4)
+        keys, known = length, 0 <= length <= keys
+    sound = sound and known
+    keys = keys if sound else 0
     rows = max(min(rows, queries * sizes.per - row), 0)
     place = keys - queries
     low, high, last = 0, keys, place + (row + rows - 1) // sizes.per
@@ -80,7 +99,7 @@ def find_block(sequence, group, row, rows, p):
         high = min(high, last + 1)
     if rules.window:
         low, high = max(place + row // sizes.per - rules.window + 1, 0), min(high, last + rules.window)
-    return Block(sequence, group, first_query, first_key, place, row, rows, low, high)
+    return Block(sequence, group, first_query, first_key, queries, place, row, rows, low, high, sound)
 
 
 @numba_glue.jit
@@ -100,12 +119,16 @@ def _page_and_token(key, block, p):
     if p.sizes.page == 0:
         return block.sequence, block.first_key + key
     page = integer(p.tensors.table + block.sequence * p.strides.table, key // p.sizes.page, 4)
-    return page, key % p.sizes.page
+    return page if 0 <= page < p.sizes.pages else -1, key % p.sizes.page
 
 
 @numba_glue.jit
 def load_key(key, target, block, p):
+    """A key of a page that is not there is NaN, and so are the rows that see it."""
     page, token = _page_and_token(key, block, p)
+    if page < 0:
+        fill(target, p.sizes.k + p.sizes.k_rest, NAN)
+        return
     widen(address(p.tensors.k, p.strides.k, page, token, block.group), target, p.sizes.k, f32(1), p.kinds.k)
     if p.sizes.k_rest:
         rest = address(p.tensors.k_rest, p.strides.k_rest, page, token, block.group)
@@ -115,6 +138,9 @@ def load_key(key, target, block, p):
 @numba_glue.jit
 def load_value(key, target, block, p):
     page, token = _page_and_token(key, block, p)
+    if page < 0:
+        fill(target, p.sizes.v, f32(0))  # those that do not see it add 0 times this
+        return
     widen(address(p.tensors.v, p.strides.v, page, token, block.group), target, p.sizes.v, f32(1), p.kinds.k)
 
 

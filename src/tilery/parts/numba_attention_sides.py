@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tilery.backends import numba_glue
-from tilery.backends.numba_glue import COLUMNS, FP32, at, f32, integer, load, store
-from tilery.parts.numba_attention_blocks import address
+from tilery.backends.numba_glue import COLUMNS, FP32, at, f32, load, store
+from tilery.parts.numba_attention_blocks import address, packed_span
 from tilery.parts.numba_attention_pieces import (
     BLOCK,
     add_product,
@@ -145,11 +145,11 @@ def find_room(work, rows, sizes):
 
 
 @numba_glue.jit
-def span(cu, sequence, count):
+def span(cu, sequence, count, tokens):
+    """First token and number of tokens of a sequence, and whether it is sound; `tokens` are all packed ones."""
     if cu == 0:
-        return 0, count
-    first = integer(cu, sequence, 4)
-    return first, integer(cu, sequence + 1, 4) - first
+        return 0, count, True
+    return packed_span(cu, sequence, tokens, count)
 
 
 @numba_glue.jit

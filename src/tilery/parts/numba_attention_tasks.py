@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tilery.backends import numba_glue
 from tilery.parts.attention import Problem
+from tilery.parts.attention_checks import cutting_window
 from tilery.parts.numba_attention_pieces import KINDS
 from tilery.parts.paged_attention import bound
 
@@ -67,6 +68,8 @@ class Sizes(NamedTuple):
     k_rest: int = 0
     page: int = 0  # tokens of a page; 0: there are none
     packed: int = 0  # tokens of all packed sequences, and of none
+    packed_keys: int = 0
+    pages: int = 0  # of the cache
 
 
 class Rules(NamedTuple):
@@ -133,7 +136,7 @@ def of_attention(p: Problem) -> Task:
     kinds = Kinds(KINDS[p.q.dtype], KINDS[p.k.dtype], KINDS[p.out.dtype], 0 if p.bias is None else KINDS[p.bias.dtype])
     per = p.heads // p.kv_heads
     sizes = Sizes(p.batch, p.kv_heads, per, p.queries, p.keys, p.q.shape[-1], p.k.shape[-1], p.value)
-    sizes = sizes._replace(packed=p.q.shape[0] if packed else 0)
+    sizes = sizes._replace(packed=p.q.shape[0], packed_keys=p.k.shape[0]) if packed else sizes
     return Task(tensors, strides, sizes, Rules(p.scale, float(p.softcap), p.window, int(p.causal)), kinds)
 
 
@@ -144,6 +147,7 @@ def of_cache(
     """Of attention_decode and attention_chunked, which has packed queries, `most` for a sequence at most."""
     packed = cu_q is not None
     groups, size = k.shape[2:]
+    queries, keys = most if packed else q.shape[1], bound(k, table)
     strides = Strides(
         steps(q, None if packed else 0, -3, -2), steps(k, 0, 1, 2), steps(v, 0, 1, 2),
         steps(out, None if packed else 0, -3, -2),
@@ -151,13 +155,14 @@ def of_cache(
         k_scale=_by_head(k_scale), v_scale=_by_head(v_scale),
     )  # fmt: skip
     sizes = Sizes(
-        lengths.shape[0], groups, q.shape[-2] // groups, most if packed else q.shape[1], bound(k, table), size, size,
-        size, page=0 if table is None else k.shape[1], packed=q.shape[0] if packed else 0,
+        lengths.shape[0], groups, q.shape[-2] // groups, queries, keys, size, size, size,
+        page=0 if table is None else k.shape[1], packed=q.shape[0] if packed else 0, pages=k.shape[0],
     )  # fmt: skip
     tensors = Tensors(
         q, k, v, out, cu_q=cu_q, lengths=lengths, table=table, sinks=sinks, k_scale=k_scale, v_scale=v_scale
     )
-    rules = Rules(size**-0.5 if scale is None else float(scale), float(softcap), window, 1)
+    factor, window = size**-0.5 if scale is None else float(scale), cutting_window(window, queries, keys)
+    rules = Rules(factor, float(softcap), window, 1)
     return Task(tensors, strides, sizes, rules, Kinds(KINDS[q.dtype], KINDS[k.dtype], KINDS[out.dtype]))
 
 

@@ -4,6 +4,7 @@ import numpy as np
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import COLUMNS, DEPTH, FP32, ROWS, at, exp, f32, multiply, store
+from tilery.parts.numba_softmax import base
 from tilery.parts.numba_tiles import pack
 
 BLOCK = 96  # rows of a tile: a multiple of ROWS, whichever it is
@@ -12,8 +13,8 @@ assert BLOCK % ROWS == 0
 
 @numba_glue.jit
 def log_sum(top, total):
-    """log(sum(exp(x))) from max(x) and sum(exp(x - max(x)))."""
-    return top if top == f32(np.inf) else top + f32(np.log(total))
+    """log(sum(exp(x))) from max(x) and sum(exp(x - base(max(x))))."""
+    return base(top) + f32(np.log(total))
 
 
 @numba_glue.jit
@@ -27,7 +28,7 @@ def loss(lse, picked, plain, n, label_smoothing, z_loss):
 
 @numba_glue.jit
 def gradient(logit, hit, n, dloss, dlse, lse, label_smoothing, z_loss):
-    """Of a logit whose target is not to be ignored; `hit` says whether it is the target's."""
+    """Of a logit whose target is a class; `hit` says whether it is the target's."""
     scale = dloss * (f32(1) + f32(2) * z_loss * lse) + dlse
     share = (f32(1) - label_smoothing if hit else f32(0)) + label_smoothing / f32(n)
     return exp(logit - lse) * scale - dloss * share

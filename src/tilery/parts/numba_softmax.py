@@ -5,7 +5,7 @@ from numba import prange
 
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import FP32, ZERO, at, exp, f32, load, rank, store, unrank
-from tilery.parts import numba_rows
+from tilery.parts import numba_rows, numba_stream
 from tilery.parts.numba_rows import Config
 from tilery.parts.numba_stream import BLOCK, ahead, buffer, finish, stream, too_large
 from tilery.parts.rows import rows
@@ -40,8 +40,14 @@ def row_top(x, n, dtype):
 
 
 @numba_glue.jit
-def row_sums(x, n, dtype):
-    """max(x), sum(exp(x - max(x))) and sum(x)."""
+def base(top):
+    """What log(sum(exp(x))) subtracts before exp: the maximum, or 0 where it is infinite and inf - inf would be NaN."""
+    return f32(0) if abs(top) == f32(np.inf) else top
+
+
+@numba_glue.jit
+def row_sums(x, n, based, dtype):
+    """max(x), sum(exp(x - max(x))) and sum(x); `based`: sum(exp(x - base(max(x))))."""
     top = rank(f32(-np.inf))
     plain, total = f32(0), f32(0)
     for j in range(n):
@@ -49,8 +55,9 @@ def row_sums(x, n, dtype):
         plain += value
         top = max(top, rank(value))
     top_value = unrank(top)
+    below = base(top_value) if based else top_value
     for j in range(n):
-        total += exp(load(x, j, dtype) - top_value)
+        total += exp(load(x, j, dtype) - below)
     return top_value, total, plain
 
 
@@ -108,8 +115,8 @@ def _rows(x, y, x_stride, first, last, n, past, log, dtype):
 
 
 @numba_glue.kernel
-def _softmax(threads, x, y, x_stride, m, n, log, dtype):
-    past = too_large(y, m, n, dtype)
+def _softmax(threads, x, y, x_stride, m, n, least, log, dtype):
+    past = too_large(y, m, n, least, dtype)
     if threads > 1:
         for i in prange(threads):
             part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
@@ -161,8 +168,8 @@ def _rows_backward(dy, y, dx, dy_stride, y_stride, first, last, n, past, log, dt
 
 
 @numba_glue.kernel
-def _softmax_backward(threads, dy, y, dx, dy_stride, y_stride, m, n, log, dtype):
-    past = too_large(dx, m, n, dtype)
+def _softmax_backward(threads, dy, y, dx, dy_stride, y_stride, m, n, least, log, dtype):
+    past = too_large(dx, m, n, least, dtype)
     if threads > 1:
         for i in prange(threads):
             part = np.int64(i)
@@ -176,13 +183,13 @@ def _forward(outs, args, log):
     """Kernel and launch arguments, of tensors for a run and of specs for a compile."""
     (x,) = args
     m, n, stride = rows(x)
-    return _softmax, (x, outs[0]), stride, m, n, log
+    return _softmax, (x, outs[0]), stride, m, n, numba_stream.LEAST, log
 
 
 def _backward(outs, args, log):
     dy, y = args
     m, n, stride = rows(dy)
-    return _softmax_backward, (dy, y, outs[0]), stride, rows(y).stride, m, n, log
+    return _softmax_backward, (dy, y, outs[0]), stride, rows(y).stride, m, n, numba_stream.LEAST, log
 
 
 def compile(outs, specs, log: bool) -> Artifact:

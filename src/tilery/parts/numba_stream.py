@@ -15,8 +15,9 @@ from tilery.backends.numba_glue import at
 BLOCK = 256  # elements at a time: with 1024 a Zen 4 core waits for what it asked for, and softmax takes 30 % longer
 LINE = 64  # bytes
 # Bytes of a result. With 32 MiB of L3, softmax, its backward and whoever reads their result took 7 to 19 % less time at
-# 32 MiB in fp32; a copy of 16 MiB from the caches and its reader took half as long again.
-_LEAST = 2**25
+# 32 MiB in fp32; a copy of 16 MiB from the caches and its reader took half as long again. Kernels are told it at every
+# launch, so that a test may lower it.
+LEAST = 2**25
 
 _I8, _I32 = ir.IntType(8), ir.IntType(32)
 _VECTOR = ir.VectorType(_I32, LINE // 4)
@@ -68,10 +69,10 @@ def ahead(x, count, dtype):
 
 
 @numba_glue.jit
-def too_large(y, m, n, dtype):
-    """Whether rows of y are to be moved past the caches: they do not fit, and each begins on a line."""
+def too_large(y, m, n, least, dtype):
+    """Whether rows of y are to be moved past the caches: they have `least` bytes or more, and each begins on a line."""
     row = at(0, n, dtype)
-    return m * row >= _LEAST and y % LINE == 0 and row % LINE == 0
+    return m * row >= least and y % LINE == 0 and row % LINE == 0
 
 
 @numba_glue.jit

@@ -9,6 +9,7 @@ from tilery import inputs as random
 from tilery.errors import require
 from tilery.parts import attention_cases, kv_cache
 from tilery.parts.attention import attend, pairs
+from tilery.parts.attention_checks import check_bend
 from tilery.parts.fp8 import ceil_div
 from tilery.spec import Case, Cost, TensorSpec, dtype_name
 
@@ -73,8 +74,7 @@ def check_scores(q: TensorSpec, sinks: TensorSpec | None, window: int, softcap: 
         given = f"{dtype_name(sinks.dtype)}{list(sinks.shape)}"
         require(fits, f"sinks must be fp32[{q.shape[-2]}], one of each head, got {given}")
         require(sinks.stride(0) == 1 or sinks.shape[0] == 1, "sinks must be contiguous; call .contiguous() on them")
-    require(window >= 0, f"window must be 0 (none) or the number of keys that are seen, got {window}")
-    require(softcap >= 0, f"softcap must be 0 (none) or positive, got {softcap}")
+    check_bend(window, softcap)
 
 
 # What it means, and what it costs
@@ -85,23 +85,39 @@ def bound(k_cache: Any, block_table: Any) -> int:
     return int(k_cache.shape[1]) * (1 if block_table is None else int(block_table.shape[1]))
 
 
-def read(cache: Tensor, b: int, length: int, block_table: Tensor | None, scale: Tensor | None, dtype: Any) -> Tensor:
-    """[length, kv_heads, D] of sequence b, as they were before they were stored."""
+def in_order(cache: Tensor, pages: Tensor, missing: float) -> Tensor:
+    """The tokens of these pages in a row; `missing` where there is no such page."""
+    shape = len(pages) * cache.shape[1], *cache.shape[2:]
+    if not len(cache):
+        return cache.new_full(shape, missing)
+    there = (pages >= 0) & (pages < len(cache))
+    values = cache[pages.clamp(0, len(cache) - 1).long()]
+    return values.masked_fill(~there.view(-1, *[1] * (cache.dim() - 1)), missing).view(shape)
+
+
+def read(
+    cache: Tensor, b: int, length: int, block_table: Tensor | None, scale: Tensor | None, dtype: Any, missing: float
+) -> Tensor:
+    """[length, kv_heads, D] of sequence b, as before they were stored; `missing` where a page is not there."""
     if block_table is None:
-        values = cache[b, :length]
+        values = cache[b, :length].to(dtype)
     else:
-        blocks = block_table[b, : -(-length // cache.shape[1])].long()
-        values = cache[blocks].flatten(0, 1)[:length]
-    return values.to(dtype) if scale is None else values.to(dtype) * scale.to(dtype).unsqueeze(-1)
+        values = in_order(cache.to(dtype), block_table[b, : -(-length // cache.shape[1])], missing)[:length]
+    return values if scale is None else values * scale.to(dtype).unsqueeze(-1)
 
 
 def one_sequence(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, b: int, length: int, block_table: Tensor | None,
     k_scale: Tensor | None, v_scale: Tensor | None, scale: float | None, **how: Any,
 ) -> Tensor:  # fmt: skip
-    """The reference of q [S, H, D], the last of the sequence's tokens."""
-    k = read(k_cache, b, length, block_table, k_scale, q.dtype)
-    v = read(v_cache, b, length, block_table, v_scale, q.dtype)
+    """The reference of q [S, H, D], the last of the sequence's tokens; NaN for a length that cannot be.
+
+    A key of a page that is not there is NaN, and so is the row that sees it; its value does not count.
+    """
+    if not 0 <= length <= bound(k_cache, block_table):
+        return torch.full_like(q, torch.nan)
+    k = read(k_cache, b, length, block_table, k_scale, q.dtype, torch.nan)
+    v = read(v_cache, b, length, block_table, v_scale, q.dtype, 0.0)
     return attend(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal=True, **how)[0]
 
 

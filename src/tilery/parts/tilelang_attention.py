@@ -43,7 +43,7 @@ def decode(problem: Problem, config: Any):
     steps = tuple(T.dynamic(f"step{d}", "int64") for d in range(3))
     table_steps = tuple(T.dynamic(f"table_step{d}", "int64") for d in range(2))
     wide = ceil_div(size, _COMBINING) * _COMBINING
-    inf = T.infinity("float32")
+    inf, nan = T.infinity("float32"), T.float32(float("nan"))
 
     @T.macro
     def cut(lengths, b, length, share):
@@ -53,7 +53,10 @@ def decode(problem: Problem, config: Any):
 
     @T.macro
     def fetch(cache, ring, table, b, g, start, end, slot):
-        """Asks for a tile of keys or values; nothing from token `end` on is read, and zeros stand for it."""
+        """Asks for a tile of keys or values; nothing from token `end` on is read, and zeros stand for it.
+
+        The same is true of a block that the cache does not have: TileLang checks indices that it cannot bound itself.
+        """
         for n, d in T.Parallel(bn, size, annotations=_ASYNC if even else {}):
             if page:  # the table is looked at before it is known whether the key is there
                 known = T.max(T.min(start + n, end - 1), 0)
@@ -62,6 +65,15 @@ def decode(problem: Problem, config: Any):
                 )
             else:
                 ring[slot, n, d] = T.if_then_else(start + n < end, cache[b, start + n, g, d], 0)
+
+    @T.macro
+    def look(table, b, start, end, missing):
+        """The first key from `start` on, of a tile, whose block the cache does not have, if it is before `missing`."""
+        for i in T.unroll(max(bn // page, 1)):
+            key = start + i * page
+            block = table[b, T.min(key, end - 1) // page]
+            if (key < end) & ((block < 0) | (block >= blocks)):
+                missing[0] = T.min(missing[0], key)
 
     @T.macro
     def attend(q, k_cache, v_cache, lengths, table, parts, stats, scale, x, split, b):
@@ -83,6 +95,8 @@ def decode(problem: Problem, config: Any):
         added = T.alloc_fragment((bm,), "float32")
         length = T.alloc_local((1,), "int32")
         share = T.alloc_local((1,), "int32")
+        missing = T.alloc_local((1,), "int32")  # the first key whose block the cache does not have
+        missing[0] = T.max_value("int32")
         cut(lengths, b, length, share)
         low = split * share[0]
         end = T.min(low + share[0], length[0])
@@ -103,6 +117,8 @@ def decode(problem: Problem, config: Any):
             fetch(k_cache, k_ring, table, b, g, start + (stages - 1) * bn, end, (step + stages - 1) % stages)
             fetch(v_cache, v_ring, table, b, g, start + (stages - 1) * bn, end, (step + stages - 1) % stages)
             T.ptx_commit_group()
+            if page:
+                look(table, b, start, end, missing)
             T.gemm(
                 q_tile, k_ring[step % stages, :, :], scores, transpose_B=True, policy=T.GemmWarpPolicy.FullRow,
                 clear_accum=True,
@@ -126,6 +142,10 @@ def decode(problem: Problem, config: Any):
                 acc[r, d] *= shrink[r]
             T.gemm(weights, v_ring[step % stages, :, :], acc, policy=T.GemmWarpPolicy.FullRow)
         T.ptx_wait_group(0)
+        if page:
+            for r in T.Parallel(bm):  # a row that sees a key which is not there is NaN
+                place = length[0] - queries + (first_row + r) // group
+                total[r] = T.if_then_else(place < missing[0], total[r], nan)
         if low < end:
             for r, d in T.Parallel(bm, size):
                 row = first_row + r
@@ -148,7 +168,7 @@ def decode(problem: Problem, config: Any):
         cut(lengths, b, length, share)
         T.clear(acc)
         top[0] = -inf
-        total[0] = 0.0
+        total[0] = T.if_then_else(length[0] == lengths[b], 0.0, nan)  # a length that may not be
         for s in T.serial(T.ceildiv(length[0], share[0])):
             top[0] = T.max(top[0], stats[0, s, b, t, h])
         top[0] = T.if_then_else(top[0] == -inf, 0.0, top[0])

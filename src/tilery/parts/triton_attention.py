@@ -23,6 +23,17 @@ def placed(pairs, tiles, band, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def packed_span(first, last, sequence, tokens, most):
+    """Start and end of a packed sequence, inside of the tokens whatever its numbers say, and whether they are sound.
+
+    A sequence that is not, or that has more than `most` tokens, is cut: see attention_indices.py.
+    """
+    start = tl.where(sequence > 0, tl.minimum(tl.maximum(first, 0), tokens), 0)
+    end = tl.minimum(tl.maximum(last, start), tokens)
+    return start, end, (start == first) & (end == last) & (end - start <= most)
+
+
+@triton.jit
 def base_2(scale):
     """The factor from scores to base-2 logits; a scale of 0 is made tiny, so that -inf stays what it is."""
     return tl.where(scale == 0, 1e-30, scale * LOG2E)

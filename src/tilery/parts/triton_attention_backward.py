@@ -6,17 +6,25 @@ Weights are computed anew in both passes, so that no two programs add to one sum
 import triton
 import triton.language as tl
 
-from tilery.parts.triton_attention import LOG2E, key_range
+from tilery.parts.triton_attention import LOG2E, key_range, packed_span
 
 
 @triton.jit
-def span(cu_ptr, sequence, count):
-    """First token and number of tokens of a sequence; `count` where they are not packed."""
-    first = tl.full((), 0, tl.int32)
-    if cu_ptr is not None:
-        first = tl.load(cu_ptr + sequence)
-        count = tl.load(cu_ptr + sequence + 1) - first
-    return first, count
+def _span(cu_ptr, sequence, most, tokens):
+    """First token and number of tokens of a packed sequence, inside of what is there, and whether it is sound."""
+    first, last = tl.load(cu_ptr + sequence), tl.load(cu_ptr + sequence + 1)
+    first, end, sound = packed_span(first, last, sequence, tokens, most)
+    return first, end - first, sound
+
+
+@triton.jit
+def _spoil(ptr, first, row, count, step, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """NaN in a cut sequence's rows from `row` on, and in every one that many programs further: it may have too many."""
+    values = tl.zeros((ROWS, BLOCK), tl.float32) + float("nan")
+    rows = tl.arange(0, ROWS)
+    ptr += tl.full((), 1, tl.int64) * first * step
+    for start in range(row, count, tl.num_programs(0) * ROWS):
+        _put(ptr, values, start, rows, count, step, WIDTH, BLOCK)
 
 
 @triton.jit
@@ -73,7 +81,8 @@ def _lse(ptr, first, rows, count):
 
 @triton.jit
 def key_gradients(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, shift_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, queries, keys, scale,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, shift_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, queries, keys, tokens,
+    key_tokens, scale,
     q_sequence, q_token, q_head, k_sequence, k_token, k_head, v_sequence, v_token, v_head, dout_sequence, dout_token,
     dout_head, dk_sequence, dk_token, dk_head, dv_sequence, dv_token, dv_head, lse_sequence, lse_head,
     PER: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -84,8 +93,14 @@ def key_gradients(
     One loop over heads and queries, masked throughout: one for each head, or one without masks, would spill registers.
     """
     key, group, sequence = tl.program_id(0) * ROWS, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    first_query, queries = span(cu_q_ptr, sequence, queries)
-    first_key, keys = span(cu_k_ptr, sequence, keys)
+    first_query, first_key = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    if cu_q_ptr is not None:
+        first_query, queries, sound = _span(cu_q_ptr, sequence, queries, tokens)
+        first_key, keys, known = _span(cu_k_ptr, sequence, keys, key_tokens)
+        if not (sound & known):
+            _spoil(dk_ptr + group * dk_head, first_key, key, keys, dk_token, SIZE, BLOCK_D, ROWS)
+            _spoil(dv_ptr + group * dv_head, first_key, key, keys, dv_token, VALUE, BLOCK_E, ROWS)
+            return
     if key < keys:
         wide = tl.full((), 1, tl.int64)
         k_ptr += sequence * k_sequence + group * k_head + wide * first_key * k_token
@@ -145,7 +160,8 @@ def _query_sums(
 
 @triton.jit
 def query_gradients(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, shift_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, queries, keys, scale,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, shift_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, queries, keys, tokens,
+    key_tokens, scale,
     q_sequence, q_token, q_head, k_sequence, k_token, k_head, v_sequence, v_token, v_head, dout_sequence, dout_token,
     dout_head, dq_sequence, dq_token, dq_head, lse_sequence, lse_head,
     PER: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -154,8 +170,13 @@ def query_gradients(
     """dq of a block of queries; the last ones, which see most keys, first."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     head, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    first_query, queries = span(cu_q_ptr, sequence, queries)
-    first_key, keys = span(cu_k_ptr, sequence, keys)
+    first_query, first_key = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    if cu_q_ptr is not None:
+        first_query, queries, sound = _span(cu_q_ptr, sequence, queries, tokens)
+        first_key, keys, known = _span(cu_k_ptr, sequence, keys, key_tokens)
+        if not (sound & known):
+            _spoil(dq_ptr + head * dq_head, first_query, first, queries, dq_token, SIZE, BLOCK_D, ROWS)
+            return
     if first < queries:
         wide = tl.full((), 1, tl.int64)
         rows = tl.arange(0, ROWS)
@@ -187,11 +208,11 @@ def query_gradients(
 @triton.jit
 def clear(ptr, cu_ptr, sequences, tokens, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Zeros in the rows, `width` long, of tokens of no sequence."""
-    first, last = tl.load(cu_ptr), tl.load(cu_ptr + sequences)
+    last = tl.load(cu_ptr + sequences, mask=sequences > 0, other=0)
     token = tl.program_id(0) * ROWS
-    if (token < first) | (token + ROWS > last):
+    if token + ROWS > last:
         rows = token + tl.arange(0, ROWS)
-        outside = (rows < tokens) & ((rows < first) | (rows >= last))
+        outside = (rows < tokens) & (rows >= last)
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             places = ptr + rows.to(tl.int64)[:, None] * width + columns[None, :]

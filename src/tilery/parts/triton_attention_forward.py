@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tilery.parts import triton_fp8
-from tilery.parts.triton_attention import LOG2E, begin, bent, finish, key_range, online, placed, seen
+from tilery.parts.triton_attention import LOG2E, begin, bent, finish, key_range, online, packed_span, placed, seen
 
 
 @triton.jit
@@ -102,39 +102,41 @@ def _span(
 
 
 @triton.jit
-def bounds(ends_ptr, sequence, sequences, tokens):
-    """Where a packed sequence begins and ends, inside of what is there whatever the numbers say.
+def bounds(ends_ptr, sequence, sequences, tokens, most):
+    """Where a packed sequence begins and ends, inside of what is there, and whether its numbers are sound.
 
     One sequence more than there are has the tokens that are left.
     """
-    start = tl.load(ends_ptr + sequence)
-    end = tl.load(ends_ptr + sequence + 1, mask=sequence < sequences, other=tokens)
-    start = tl.minimum(tl.maximum(start, 0), tokens)
-    return start, tl.minimum(tl.maximum(end, start), tokens)
+    first = tl.load(ends_ptr + sequence)
+    last = tl.load(ends_ptr + sequence + 1, mask=sequence < sequences, other=tokens)
+    return packed_span(first, last, sequence, tokens, most)
 
 
 @triton.jit
-def clear(out_ptr, lse_ptr, first, last, step, row, VALUE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros, and -inf for an lse, for a head's rows from first to last that this program has: BLOCK of each step.
+def put_rows(
+    out_ptr, lse_ptr, first, last, step, row, left, VALUE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A head's rows from first to last that this program has, BLOCK of each step: they are left, or of a cut sequence.
 
-    WIDTH is a power of two from VALUE on.
+    Zeros and an lse of -inf if they are left, else NaN. WIDTH is a power of two from VALUE on.
     """
-    column = tl.arange(0, WIDTH)
+    column, nan = tl.arange(0, WIDTH), float("nan")
     for start in range(first, last, step):
         rows = start + tl.arange(0, BLOCK).to(tl.int64)
         inside = rows < last
-        nothing = tl.zeros((BLOCK, WIDTH), out_ptr.dtype.element_ty)
+        values = tl.zeros((BLOCK, WIDTH), tl.float32) + tl.where(left, 0.0, nan)
         mask = inside[:, None] & (column < VALUE)[None, :]
-        tl.store(out_ptr + (rows[:, None] * row + column[None, :]), nothing, mask=mask)
+        tl.store(out_ptr + (rows[:, None] * row + column[None, :]), values.to(out_ptr.dtype.element_ty), mask=mask)
         if lse_ptr is not None:
-            tl.store(lse_ptr + rows, tl.full((BLOCK,), -float("inf"), tl.float32), mask=inside)
+            sums = tl.zeros((BLOCK,), tl.float32) + tl.where(left, -float("inf"), nan)
+            tl.store(lse_ptr + rows, sums, mask=inside)
 
 
-@triton.jit(do_not_specialize=["band", "sequences", "tiles"])
+@triton.jit(do_not_specialize=["band", "sequences", "tiles", "most_q", "most_k"])
 def forward(
     q, k, v, out, lse_ptr, cu_q_ptr, cu_k_ptr, mask_ptr, bias_ptr, slopes_ptr,
     sinks_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr,
-    sequences, heads, queries, keys, tiles, band,
+    sequences, heads, queries, keys, most_q, most_k, tiles, band,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head,
     lse_batch, lse_head, mask_batch, mask_column, bias_batch, bias_head, bias_row, bias_column, scale, window, softcap,
     GROUP: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -148,12 +150,13 @@ def forward(
     if lse_ptr is not None:
         lse_ptr += head * lse_head
     if cu_q_ptr is not None:  # queries and keys are all tokens
-        begin_q, end_q = bounds(cu_q_ptr, sequence, sequences, queries)
-        if sequence == sequences:
-            step = tiles * BLOCK_M
-            clear(out + head * out_head, lse_ptr, begin_q + tile * BLOCK_M, end_q, step, out_row, VALUE, E, BLOCK_M)
+        begin_q, end_q, sound_q = bounds(cu_q_ptr, sequence, sequences, queries, most_q)
+        begin_k, end_k, sound_k = bounds(cu_k_ptr, sequence, sequences, keys, most_k)
+        left, step = sequence == sequences, tiles * BLOCK_M
+        if left | (not (sound_q & sound_k)):
+            first_row = begin_q + tile * BLOCK_M
+            put_rows(out + head * out_head, lse_ptr, first_row, end_q, step, out_row, left, VALUE, E, BLOCK_M)
             return
-        begin_k, end_k = bounds(cu_k_ptr, sequence, sequences, keys)
         queries, keys = end_q - begin_q, end_k - begin_k
         if tile * BLOCK_M >= queries:
             return

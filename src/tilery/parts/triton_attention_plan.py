@@ -184,7 +184,7 @@ def _arguments(p: Problem, config: Config):  # type: ignore[no-untyped-def]
     band = min(group * max(L2 // shared, 1), _pairs(p))
     inputs = *_tensors(p, config), p.lse, p.cu_q, p.cu_k, mask, p.bias, p.slopes, p.sinks
     tokens = (p.q.shape[0], p.k.shape[0]) if packed else (p.queries, p.keys)
-    shapes = p.batch, p.heads, *tokens, _tiles(p, config), band
+    shapes = p.batch, p.heads, *tokens, p.queries, p.keys, _tiles(p, config), band
     strides = *p.q_strides, *p.k_strides, *p.v_strides, *p.out_strides
     lse = (0, p.lse.stride(0)) if packed and p.lse is not None else _strides(p.lse, 0, 1)
     more = *lse, *_strides(mask, 0, 1), *_strides(p.bias, 0, 1, 2, 3)

@@ -3,11 +3,13 @@
 import triton
 import triton.language as tl
 
+from tilery.parts.triton_softmax import base
+
 
 @triton.jit
 def log_sum(top, total):
-    """log(sum(exp(x))) from max(x) and sum(exp(x - max(x)))."""
-    return tl.where(top == float("inf"), top, top + tl.log(total))
+    """log(sum(exp(x))) from max(x) and sum(exp(x - base(max(x))))."""
+    return base(top) + tl.log(total)
 
 
 @triton.jit
@@ -18,9 +20,9 @@ def loss(lse, picked, plain, n, label_smoothing, z_loss):
 
 
 @triton.jit
-def gradient(logits, hits, n, dloss, dlse, lse, label_smoothing, z_loss):
-    """Of logits whose target is not to be ignored; `hits` says which is the target's."""
+def gradient(logits, column, target, n, dloss, dlse, lse, label_smoothing, z_loss):
+    """Of logits of the classes `column` whose target is not to be ignored: NaN where the target is no class."""
+    dloss = tl.where((target >= 0) & (target < n), dloss, float("nan"))
     scale = dloss * (1 + 2 * z_loss * lse) + dlse
-    return (
-        tl.exp(logits - lse) * scale - tl.where(hits, dloss * (1 - label_smoothing), 0.0) - dloss * label_smoothing / n
-    )
+    hit = tl.where(column == target, dloss * (1 - label_smoothing), 0.0)
+    return tl.exp(logits - lse) * scale - hit - dloss * label_smoothing / n

@@ -15,7 +15,7 @@ from tilery.backends import triton_glue
 from tilery.backends.triton_glue import hand_over, take_over
 from tilery.parts import paged_attention
 from tilery.parts.fp8 import ceil_div, power
-from tilery.parts.triton_attention import LOG2E, finish
+from tilery.parts.triton_attention import LOG2E, finish, packed_span
 from tilery.parts.triton_fp8 import widen
 from tilery.spec import TensorSpec
 
@@ -32,14 +32,20 @@ def workspace(splits: int, tokens: int, heads: int, size: int, where: torch.devi
 
 
 @triton.jit
-def sequence(lengths_ptr, starts_ptr, b, queries, bound):
-    """Of sequence b: its keys, its query tokens, and the first of them; starts_ptr None: each has `queries`."""
-    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b, cache_modifier=".cg"), 0), bound)
+def sequence(lengths_ptr, starts_ptr, b, queries, bound, tokens):
+    """Of sequence b: its keys, its query tokens, the first of them; whether its numbers are sound, else it has no keys.
+
+    starts_ptr None: each has `queries`; else so many at most, among `tokens`.
+    """
+    length = tl.load(lengths_ptr + b, cache_modifier=".cg")
+    sound = (length >= 0) & (length <= bound)
     start, count = b * queries, queries
     if starts_ptr is not None:
-        start = tl.load(starts_ptr + b, cache_modifier=".cg")
-        count = tl.load(starts_ptr + b + 1, cache_modifier=".cg") - start
-    return length, count, start
+        first = tl.load(starts_ptr + b, cache_modifier=".cg")
+        last = tl.load(starts_ptr + b + 1, cache_modifier=".cg")
+        start, end, known = packed_span(first, last, b, tokens, queries)
+        count, sound = end - start, sound & known
+    return tl.where(sound, length, 0), count, start, sound
 
 
 @triton.jit
@@ -83,6 +89,27 @@ def offsets(page, start, block_stride, token_stride, PAGE: tl.constexpr, BLOCK: 
         base = wide * page * block_stride + wide * first * token_stride
         inside = key.to(tl.int64) * token_stride if FAR else key * token_stride  # past 2**31 elements
     return base, inside
+
+
+@triton.jit
+def spoilt(
+    total, wrong, table_ptr, place, start, end, blocks, window,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The totals of rows at `place` that met keys from start to end: NaN for those that see a page that is not there.
+
+    `wrong` is 0 if all pages are there, one number or BLOCK of them: so this costs nothing where they are.
+    """
+    if PAGE < BLOCK:
+        wrong = tl.max(wrong, 0)
+    if wrong != 0:
+        for i in range(start // PAGE, tl.cdiv(end, PAGE)):
+            page = tl.load(table_ptr + i)
+            sees = (place >= tl.maximum(i * PAGE, start)) & ((page < 0) | (page >= blocks))
+            if WINDOW:
+                sees = sees & (tl.minimum(i * PAGE + PAGE, end) > place - window + 1)
+            total = tl.where(sees, float("nan"), total)
+    return total
 
 
 @triton.jit
@@ -131,12 +158,15 @@ def _combine(
         b = token // queries
     else:
         edge = tl.arange(0, SEQUENCES)
-        ends = tl.load(starts_ptr + 1 + edge, mask=edge < sequences, other=tokens + 1, cache_modifier=".cg")
-        b = tl.sum((ends <= token).to(tl.int32), 0)
+        firsts = tl.load(starts_ptr + edge, mask=edge < sequences, other=0, cache_modifier=".cg")
+        lasts = tl.load(starts_ptr + 1 + edge, mask=edge < sequences, other=0, cache_modifier=".cg")
+        starts, ends, _known = packed_span(firsts, lasts, edge, tokens, queries)
+        inside = (edge < sequences) & (starts <= token) & (token < ends)
+        b = tl.min(tl.where(inside, edge, sequences), 0)
     # Read before the wait: what the splits' launch has waited for is in memory. Not through L1: it may hold what was.
-    live = 0
+    live, sound = 0, tl.full((), 1, tl.int1)
     if b < sequences:  # a token may belong to none
-        length, count, _ = sequence(lengths_ptr, starts_ptr, b, queries, bound)
+        length, count, _start, sound = sequence(lengths_ptr, starts_ptr, b, queries, bound, tokens)
         first, size = cut(length, count, window, SPLITS, BLOCK, LEAST, WINDOW)
         live = tl.cdiv(length - first, size)
     if sinks_ptr is not None:
@@ -157,7 +187,7 @@ def _combine(
     if sinks_ptr is not None:
         top, total, shrink = with_sink(top, total, sink)
         acc *= shrink
-    factor, lse = finish(top, total)
+    factor, lse = finish(top, tl.where(sound, total, float("nan")))
     tl.store(out_ptr + row.to(tl.int64) * D + d, acc * factor, mask=d < D)
     if lse_ptr is not None:
         tl.store(lse_ptr + (b * HEADS + head).to(tl.int64) * queries + token % queries, lse, mask=piece == 0)

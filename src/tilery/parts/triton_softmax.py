@@ -81,12 +81,24 @@ def parts(x: Any, block: int, num_warps: int) -> int:
 
 
 @triton.jit
-def row_sums(x_ptr, first, last, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr):
+def base(top):
+    """What log(sum(exp(x))) subtracts before exp: the maximum, or 0 where it is infinite and inf - inf would be NaN."""
+    return tl.where(tl.abs(top) == float("inf"), 0.0, top)
+
+
+@triton.jit
+def _below(top, LSE: tl.constexpr):
+    """-inf alone is worth 0, not NaN; a softmax with +inf is NaN, as its sum then is."""
+    return base(top) if LSE else tl.where(top == -float("inf"), 0.0, top)
+
+
+@triton.jit
+def row_sums(x_ptr, first, last, BLOCK: tl.constexpr, PARTS: tl.constexpr, LSE: tl.constexpr):
     """max(x), sum(exp(x - max(x))) and sum(x) of x[first:last], read once, in blocks of `parts(...)` parts.
 
-    KEEP: x will be read again.
+    LSE: the sum is that of exp(x - base(max(x))). Otherwise x will be read again, and is kept in the cache.
     """
-    policy: tl.constexpr = "evict_last" if KEEP else "evict_first"
+    policy: tl.constexpr = "evict_first" if LSE else "evict_last"
     top = tl.full((BLOCK // PARTS,), -float("inf"), tl.float32)
     exps = tl.zeros((BLOCK // PARTS,), tl.float32)
     plain = tl.zeros((BLOCK // PARTS,), tl.float32)
@@ -95,13 +107,12 @@ def row_sums(x_ptr, first, last, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP:
         mask = cols < last
         x = tl.load(x_ptr + cols, mask=mask, other=-float("inf"), eviction_policy=policy).to(tl.float32)
         grown = tl.maximum(top, tl.max(x, axis=0))
-        base = tl.where(grown == -float("inf"), 0.0, grown)  # -inf alone is worth 0, not NaN
-        exps = exps * tl.exp(top - base) + tl.sum(tl.exp(x - base[None, :]), axis=0)
+        below = _below(grown, LSE)
+        exps = exps * tl.exp(top - below) + tl.sum(tl.exp(x - below[None, :]), axis=0)
         plain += tl.sum(tl.where(mask, x, 0.0), axis=0)
         top = grown
     greatest = tl.max(top, axis=0)
-    base = tl.where(greatest == -float("inf"), 0.0, greatest)
-    return greatest, tl.sum(exps * tl.exp(top - base), axis=0), tl.sum(plain, axis=0)
+    return greatest, tl.sum(exps * tl.exp(top - _below(greatest, LSE)), axis=0), tl.sum(plain, axis=0)
 
 
 @triton.jit
@@ -141,7 +152,7 @@ def _blocks(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     take_over()
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
-    top, total, _ = row_sums(x_ptr, 0, n, BLOCK, PARTS, True)
+    top, total, _ = row_sums(x_ptr, 0, n, BLOCK, PARTS, False)
     _write(x_ptr, y_ptr + row * n, 0, n, top, total, BLOCK, LOG)
 
 
@@ -151,7 +162,7 @@ def _sum_pieces(x_ptr, sums_ptr, x_stride, m, n, piece, BLOCK: tl.constexpr, PAR
     take_over()
     row, split = (tl.program_id(0) // SPLITS).to(tl.int64), tl.program_id(0) % SPLITS
     first = split * piece
-    top, total, _ = row_sums(x_ptr + row * x_stride, first, min(first + piece, n), BLOCK, PARTS, True)
+    top, total, _ = row_sums(x_ptr + row * x_stride, first, min(first + piece, n), BLOCK, PARTS, False)
     tl.store(sums_ptr + tl.program_id(0), top)
     tl.store(sums_ptr + m * SPLITS + tl.program_id(0), total)
 

@@ -35,7 +35,7 @@ def bucket(dy: TensorSpec, dresidual: TensorSpec | None, residual_out: TensorSpe
 
 def inputs(
     m: int, n: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
-    passed: bool = True, offset: float = 0.0, device: str = "cuda", seed: int = 0,
+    passed: bool = True, eps: float = 1e-6, offset: float = 0.0, device: str = "cuda", seed: int = 0,
 ) -> dict[str, Tensor | float | None]:  # fmt: skip
     """`passed`: the residual has a gradient of its own."""
     g = draw.generator(seed, device)
@@ -44,7 +44,7 @@ def inputs(
     total = rows.draw(m, n, dtype, g, layout, special, batch)
     weight = draw.vector(n, dtype, g)
     return {
-        "dy": dy, "dresidual": dresidual, "residual_out": total, "weight": weight, "eps": 1e-6, "offset": offset
+        "dy": dy, "dresidual": dresidual, "residual_out": total, "weight": weight, "eps": eps, "offset": offset
     }  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def _gradients(
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=norms.ALLOWED,
-    runtime=("eps", "offset"), kernels=("numba", "triton"),
+    runtime=("eps", "offset"), check_runtime=norms.check_eps, kernels=("numba", "triton"),
     baselines=baselines(torch=_torch, compile=Compiled(_formula)),
     model_sizes=lambda model: [{"n": model.hidden_size}],
     cases={

@@ -5,29 +5,30 @@ from torch import Tensor
 from tilery.op import op
 from tilery.ops.attention_lse import attention_lse
 from tilery.parts import attention as parts
+from tilery.parts import attention_indices
 from tilery.parts import attention_peers as peers
-from tilery.parts.attention import bucket, check, cost, outputs
-from tilery.parts.attention_cases import bench_cases, cases, draw
-from tilery.parts.attention_gradients import gradients, require_plain
+from tilery.parts.attention import bucket, cost, outputs
+from tilery.parts.attention_cases import bench_cases, cases, draw, wrong_cases
+from tilery.parts.attention_checks import check, check_scale
+from tilery.parts.attention_gradients import backward_refusal, gradients
 from tilery.parts.heads import model_sizes
 from tilery.peers import baselines
 
 
 def _gradients(args: Any, outs: Any, grads: Any) -> Any:
     """The lse was not kept: it is computed again."""
-    require_plain("attention", args)
     out, lse = attention_lse(*args)
-    return gradients("attention", args, out, lse, grads[0], None)
+    return gradients(args, out, lse, grads[0], None)
 
 
 @op(
-    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=draw, allowed=parts.allowed,
-    runtime=("scale",),
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=draw, allowed=parts.allowed, rounds_between=True,
+    runtime=("scale",), check_runtime=check_scale,
     kernels=("numba", "cuda.hopper", "triton", "cutile"),
     baselines=baselines(torch=peers.default, cudnn=peers.cudnn, flash=peers.flash),
     model_sizes=lambda model: [] if model.kv_lora_rank else model_sizes(model),
-    backward=_gradients,
-    cases={"test": cases(), **bench_cases()},
+    backward=_gradients, backward_refusal=backward_refusal, indices=attention_indices.of_attention,
+    cases={"test": cases() + wrong_cases(), **bench_cases()},
 )  # fmt: skip
 def attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
@@ -39,7 +40,8 @@ def attention(
     """softmax(scale · q kᵀ, bent and masked) · v; q [B, S, H, D], k [B, T, G, D], v [B, T, G, E] -> [B, S, H, E].
 
     Or [B, H, S, D] by layout "bhsd", or packed [T, H, D] by "thd": then int32 cu_seqlens [B + 1] say where sequences
-    begin and end, max_seqlen bound their lengths; tokens past the last are zero. H / G heads share a key. scale None is
+    begin and end, max_seqlen bound their lengths; tokens past the last are zero. A sequence that is longer, or whose
+    numbers lead outside of the tokens, gives NaN. H / G heads share a key. scale None is
     1 / sqrt(D). The last query stands at the last key: causal queries see keys up to their place, those with a window
     the ones nearer than that. Scores are softcap · tanh(score / softcap) where it is not 0; then slopes [H] times
     (key - place) and bias [1 or B, 1 or H, S, T] are added. key_mask [B, T] is True for keys that are seen; sinks [H]
@@ -48,5 +50,5 @@ def attention(
     """
     return parts.reference(
         q, k, v, cu_seqlens_q, cu_seqlens_k, key_mask, bias, slopes, sinks, q_scale, k_scale, v_scale,
-        scale, causal, window, softcap, layout,
+        scale, causal, window, softcap, layout, max_seqlen_q, max_seqlen_k,
     )[0]  # fmt: skip

@@ -10,13 +10,16 @@ struct Problem {
     const int *ends_q, *ends_k;
     int sequences, heads, group;  // group: heads that share keys
     int queries, keys;  // of a sequence, or all tokens of packed ones
+    int most_queries, most_keys;  // of a packed sequence, as declared
     int tiles, band;  // tiles of a sequence of the most queries; heads whose tiles run together and find their keys in the L2
     int left, right;  // a query sees keys so far to the left and right of its place
 };
 
-// Queries of one head from `first` on, and what they see.
+// Queries of one head from `first` on, and what they see. `poison` is 0, or NaN where a packed sequence is cut: then its rows
+// see nothing and are NaN.
 struct __align__(16) Tile {
     int sequence, head, first, queries, keys, from_q, from_k;
+    float poison;
     Seen seen;
 
     template <int BM, int BN>
@@ -24,11 +27,18 @@ struct __align__(16) Tile {
         const int pairs = (p.ends_q ? p.sequences + 1 : p.sequences) * p.heads;
         const int before = t / (p.band * p.tiles) * p.band, height = min(pairs - before, p.band), rest = t % (p.band * p.tiles);
         const int pair = before + rest % height;
-        Tile tile{pair / p.heads, pair % p.heads, (p.tiles - 1 - rest / height) * BM, p.queries, p.keys, 0, 0, {{0, 0}, {0, 0}}};
+        Tile tile{pair / p.heads, pair % p.heads, (p.tiles - 1 - rest / height) * BM, p.queries, p.keys, 0, 0, 0.0f,
+                  {{0, 0}, {0, 0}}};
         if (p.ends_q) {
             const Bounds q = bounds_of(p.ends_q, tile.sequence, p.sequences, p.queries);
             Bounds k{0, 0};
-            if (tile.sequence < p.sequences) k = bounds_of(p.ends_k, tile.sequence, p.sequences, p.keys);
+            if (tile.sequence < p.sequences) {
+                if (is_cut(p.ends_q, tile.sequence, p.queries, p.most_queries) ||
+                    is_cut(p.ends_k, tile.sequence, p.keys, p.most_keys))
+                    tile.poison = not_a_number();
+                else
+                    k = bounds_of(p.ends_k, tile.sequence, p.sequences, p.keys);
+            }
             tile.from_q = q.begin, tile.queries = q.end - q.begin, tile.from_k = k.begin, tile.keys = k.end - k.begin;
             tile.sequence = 0;  // all tokens are one
         }
@@ -45,8 +55,8 @@ template <typename T, int D, int BN, int WARPGROUPS, int SLOTS, int SHARE>
 __global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
     T* out, float* lse, const int* ends_q, const int* ends_k, i64 out_batch, i64 out_row, i64 out_head, i64 lse_batch,
-    i64 lse_head, int sequences, int heads, int group, int queries, int keys, int tiles, int band, int left, int right,
-    float scale) {
+    i64 lse_head, int sequences, int heads, int group, int queries, int keys, int most_queries, int most_keys, int tiles,
+    int band, int left, int right, float scale) {
     using Walk = ::Walk<T, D, BN, WARPGROUPS>;
     constexpr int CHUNKS = Walk::CHUNKS, COLUMNS = Walk::COLUMNS, BM = Walk::BM, Q_BYTES = Walk::Q_BYTES;
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -62,7 +72,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
     if constexpr (SHARE > 1) Cluster<SHARE>::meet();
     else __syncthreads();
     take_over();
-    const Problem p{ends_q, ends_k, sequences, heads, group, queries, keys, tiles, band, left, right};
+    const Problem p{ends_q, ends_k, sequences, heads, group, queries, keys, most_queries, most_keys, tiles, band, left, right};
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x % 32;
     const int all = (ends_q ? sequences + 1 : sequences) * heads * tiles, grid = gridDim.x / SHARE;
     const int rank = Cluster<SHARE>::rank(), start = blockIdx.x / SHARE;
@@ -126,8 +136,9 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
             const int place = tile.first + own + tile.keys - tile.queries;
             Rows rows;
             Walk::run(ring, q, {tile.seen, {place, place + 8}, tile.keys, left, right, ends_k != nullptr}, scale, rows, sums);
+            rows.total[0] += tile.poison, rows.total[1] += tile.poison;
             rows.finish(sums);
-            // Tokens that no sequence has may be more than the most queries.
+            // Tokens that no sequence has may be more than the most queries, as may those of a sequence that is cut.
             for (int row = tile.first + own; row - own < tile.queries; row += tiles * BM * SHARE) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {

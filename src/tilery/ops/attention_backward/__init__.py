@@ -3,10 +3,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilery import inputs as random
 from tilery.errors import require
 from tilery.op import op
-from tilery.parts.attention import attend, check_packed, check_qkv, pairs
+from tilery.parts.attention import pairs
+from tilery.parts.attention_checks import check_packed, check_qkv, check_scale
+from tilery.parts.attention_gradient_cases import draw
+from tilery.parts.attention_indices import require_packed, spans
 from tilery.parts.heads import check_heads, heads, model_sizes
 from tilery.peers import baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
@@ -57,12 +59,13 @@ def problem(outs: Any, specs: tuple[Any, ...], scale: float | None = None) -> Pr
     """`specs` are all arguments but the scale."""
     dout, dlse, q, k, v, out, lse, cu_q, cu_k, causal, layout, most_q, most_k = specs
     one, of_keys, packed = heads(q, layout), heads(k, layout), layout == "thd"
+    queries, keys = one.tokens, of_keys.tokens
     return Problem(
         dout, dlse, q, k, v, out, lse, cu_q, cu_k, outs[0], outs[1], outs[2],
         one.size**-0.5 if scale is None else float(scale), causal,
         cu_q.shape[0] - 1 if packed else one.batch, one.heads, of_keys.heads,
-        most_q if packed else one.tokens, most_k if packed else of_keys.tokens, one.size, v.shape[-1],
-        one.tokens, of_keys.tokens, layout,
+        min(most_q, queries) if packed else queries, min(most_k, keys) if packed else keys, one.size, v.shape[-1],
+        queries, keys, layout,
     )  # fmt: skip
 
 
@@ -98,6 +101,14 @@ def outputs(dout: TensorSpec, dlse: TensorSpec | None, q: TensorSpec, k: TensorS
     return tuple(TensorSpec.contiguous(x.shape, x.dtype, x.device) for x in (q, k, v))
 
 
+def indices(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Tensor, lse: Tensor,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, scale: float | None, causal: bool, layout: str,
+    max_seqlen_q: int, max_seqlen_k: int,
+) -> None:  # fmt: skip
+    require_packed(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+
+
 def cost(*specs: Any) -> Cost:
     """Five products of what the forward has two; packed sequences count as if all were as long."""
     p = problem(outputs(*specs), specs)
@@ -116,71 +127,7 @@ def bucket(*specs: Any) -> Bucket:
     return Bucket(exact=exact, scaled={"m": p.queries, "keys": p.keys, "batch": p.batch})
 
 
-# Cases
-
-
-def inputs(
-    m: int, keys: int = -1, heads: int = 4, kv_heads: int = 2, n: int = 64, value: int = 0, dtype: str = "bf16",
-    batch: int = 1, causal: bool = True, order: str = "bshd", lengths: str = "", dlse: bool = True,
-    layout: str = "contiguous", special: str = "none", device: str = "cuda", seed: int = 0,
-) -> dict[str, Any]:  # fmt: skip
-    """m queries and `keys` keys (-1: as many) a sequence, heads of n and values of `value` (0: n).
-
-    `order` is the op's layout. `lengths` are those of packed sequences, "3+5": of keys too, or "3:4+5:0".
-    Where `layout` is not contiguous, heads of q, k and v lie so; `special` stands in dout.
-    """
-    g = random.generator(seed, device)
-    keys, value = (m if keys < 0 else keys), value or n
-    parts = [tuple(map(int, (part + ":" + part).split(":")[:2])) for part in lengths.split("+")] if lengths else []
-    spans = parts or [(m, keys)] * batch
-    padding = 3 if parts else 0  # tokens of no sequence
-    tokens, of_keys = (sum(pair[i] for pair in spans) + padding for i in range(2))
-
-    def drawn(count: int, rows: int, width: int, special: str = "none") -> Tensor:
-        return random.matrix(rows, count * width, dtype, g, layout, special).unflatten(-1, (count, width))
-
-    q, k, v = drawn(heads, tokens, n), drawn(kv_heads, of_keys, n), drawn(kv_heads, of_keys, value)
-    dout = drawn(heads, tokens, value, special)
-    out, lse = _forward(q, k, v, spans, causal)
-    given = random.away_from_zero((heads, tokens), g) if dlse else None
-    most = [max((pair[i] for pair in parts), default=0) for i in range(2)]
-    made = {"dout": dout, "dlse": given, "q": q, "k": k, "v": v, "result": out, "lse": lse}
-    if not parts:
-        made = {name: _placed(name, x, batch, order) for name, x in made.items()}
-    ends = [_ends([pair[i] for pair in parts], device) if parts else None for i in range(2)]
-    return made | {
-        "cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1], "causal": causal, "layout": order,
-        "max_seqlen_q": most[0], "max_seqlen_k": most[1],
-    }  # fmt: skip
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, spans: list[Any], causal: bool) -> tuple[Tensor, Tensor]:
-    out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, device=q.device)
-    first = first_key = 0
-    for queries, keys in spans:
-        rows, columns = slice(first, first + queries), slice(first_key, first_key + keys)
-        each = q[rows].float(), k[columns].float(), v[columns].float()
-        found, lse[:, rows] = attend(*each, q.shape[-1] ** -0.5, causal=causal)
-        out[rows] = found.to(q.dtype)
-        first, first_key = first + queries, first_key + keys
-    return out, lse
-
-
-def _placed(name: str, x: Tensor | None, batch: int, order: str) -> Tensor | None:
-    """Packed tokens as those of `batch` sequences of one length."""
-    if x is None:
-        return None
-    dim = 1 if name in ("lse", "dlse") else 0
-    x = x.unflatten(dim, (batch, x.shape[dim] // batch))
-    if dim:
-        return x.transpose(0, 1).contiguous()
-    return x.transpose(1, 2) if order == "bhsd" else x
-
-
-def _ends(lengths: list[int], device: Any) -> Tensor:
-    ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    return torch.tensor(ends, dtype=torch.int32, device=device)
+# Peers and cases
 
 
 def _torch(dout: Tensor, dlse: Tensor | None, *rest: Any) -> Any:
@@ -211,8 +158,11 @@ _CPU: dict[str, Any] = {"m": 1024, "heads": 8, "kv_heads": 2, "n": 64, "dlse": F
 
 
 @op(
-    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED, runtime=("scale",),
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=draw, allowed=ALLOWED,
+    rounds_between=True, rows_cancel=True, runtime=("scale",),
+    check_runtime=check_scale,
     kernels=("numba", "triton"), baselines=baselines(torch=_torch),
+    indices=indices,
     model_sizes=lambda model: [] if model.kv_lora_rank else model_sizes(model),
     cases={
         "test": [
@@ -229,6 +179,12 @@ _CPU: dict[str, Any] = {"m": 1024, "heads": 8, "kv_heads": 2, "n": 64, "dlse": F
             case(m=0, heads=4, kv_heads=2, n=32, dtype="fp16", order="thd", lengths="3+17+0+9"),
             case(m=0, heads=2, kv_heads=1, n=32, dtype="fp32", order="thd", lengths="3:7+20:5+0:4+4:0", causal=False),
             case(m=0, heads=2, kv_heads=1, n=64, dtype="bf16", order="thd", lengths="70:70+9:33"),
+            case(m=20, heads=2, kv_heads=1, n=32, dtype="fp16", scale=-0.3, causal=False),
+            case(
+                m=0, heads=2, kv_heads=1, n=16, dtype="fp32", order="thd", lengths="3:7+20:5+4:9",
+                wrong="q0:1+q3:1073741824",
+            ),
+            case(m=0, heads=2, kv_heads=1, n=16, dtype="fp16", order="thd", lengths="9+4+20", wrong="k3:36"),
             case(m=1, heads=8, kv_heads=2, n=16, dtype="fp32"),  # one key: all of dq comes from dlse
             case(m=5, keys=0, heads=2, kv_heads=1, n=16, dtype="fp32"),  # every query sees nothing
             case(m=0, heads=2, kv_heads=1, n=32, dtype="fp16"),  # nothing to launch
@@ -255,16 +211,20 @@ def attention_backward(
     """Gradients of attention_lse: dq = scale · g k, dk = scale · gᵀ q, dv = wᵀ dout; result and lse are the forward's.
 
     w = exp(scores - lse) are the weights, g = w · (dout vᵀ - sum(dout · result) + dlse) the gradients of scores. Heads
-    that share a key add up. dlse None is zero; tokens of no sequence have zero. Other arguments are attention's.
+    that share a key add up. dlse None is zero; tokens of no sequence have zero, those of a sequence that is cut NaN, as
+    in attention. Other arguments are attention's.
     """
     how = q.shape[-1] ** -0.5 if scale is None else scale, causal
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        ends, key_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-        for a, b, c, d in zip(ends, ends[1:], key_ends, key_ends[1:]):
-            of_lse = None if dlse is None else dlse[:, a:b]
-            given = q[a:b], k[c:d], v[c:d], result[a:b], lse[:, a:b]
-            dq[a:b], dk[c:d], dv[c:d] = _gradients(dout[a:b], of_lse, *given, *how)
+        of_keys = spans(cu_seqlens_k, len(k), max_seqlen_k)
+        for mine, keys in zip(spans(cu_seqlens_q, len(q), max_seqlen_q), of_keys):
+            a, c = mine.tokens, keys.tokens
+            dq[a], dk[c], dv[c] = torch.nan, torch.nan, torch.nan
+            if mine.sound and keys.sound:
+                of_lse = None if dlse is None else dlse[:, a]
+                given = dout[a], of_lse, q[a], k[c], v[c], result[a], lse[:, a]
+                dq[a], dk[c], dv[c] = _gradients(*given, *how)
         return dq, dk, dv
     turned = [x.transpose(1, 2) if layout == "bhsd" else x for x in (dout, q, k, v, result)]
     made = [

@@ -101,7 +101,8 @@ def _launches(p: Problem, config: Config, shift):
     arguments = p.dout, p.out, p.dlse, shift, p.tokens, *rows, sequence, token, head
     yield shifts, (triton.cdiv(p.tokens, _ROWS), p.heads, every), arguments, constants, {"num_warps": 4}
     inputs = p.q, p.k, p.v, p.dout, p.lse, shift
-    shapes, strides = (p.cu_q, p.cu_k, p.queries, p.keys, p.scale), p.strides("q", "k", "v", "dout")
+    shapes = p.cu_q, p.cu_k, p.queries, p.keys, p.tokens, p.key_tokens, p.scale
+    strides = p.strides("q", "k", "v", "dout")
     kept = {
         "PER": p.heads // p.kv_heads, "SIZE": p.size, "VALUE": p.value, "BLOCK_D": _block(p.size),
         "BLOCK_E": _block(p.value), "ROWS": config.rows, "CAUSAL": p.causal, "FAR": far(*strides[1::3]),

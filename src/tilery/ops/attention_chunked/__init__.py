@@ -8,9 +8,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilery import inputs as random
 from tilery.errors import require
+from tilery.indices import require_offsets
 from tilery.op import op
 from tilery.parts import paged_attention as paged
 from tilery.parts import paged_peers
+from tilery.parts.attention_cases import plant
+from tilery.parts.attention_checks import check_scale, cutting_window
+from tilery.parts.attention_indices import require_pages, spans
 from tilery.parts.paged_attention import ALLOWED
 from tilery.peers import baselines
 from tilery.spec import Bucket, Case, Cost, TensorSpec, case
@@ -40,6 +44,15 @@ def queries(q: Any, max_seqlen_q: int) -> int:
     return min(max_seqlen_q, int(q.shape[0])) if max_seqlen_q else int(q.shape[0])
 
 
+def indices(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor, lengths: Tensor, block_table: Tensor,
+    *options: Any,
+) -> None:  # fmt: skip
+    *_, window, _, max_seqlen_q = options
+    require_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], queries(q, max_seqlen_q))
+    require_pages(lengths, block_table, k_cache, paged.bound(k_cache, block_table), cu_seqlens_q.diff(), window)
+
+
 def cost(q: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, *rest: Any) -> Cost:
     """As if all sequences had equal chunks."""
     _, lengths, table, *_, window, _, _ = rest
@@ -49,18 +62,23 @@ def cost(q: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, *rest: Any) ->
 
 
 def bucket(q: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, *rest: Any) -> Bucket:
-    _, _, table, _, _, sinks, window, softcap, _ = rest
+    _, _, table, _, _, sinks, window, softcap, most = rest
+    keys = paged.bound(k_cache, table)
+    window = cutting_window(window, queries(q, most), keys)
     exact = paged.bucket(q, k_cache, True, window, softcap, sinks is not None)
-    return Bucket(exact, {"m": q.shape[0], "keys": paged.bound(k_cache, table)})
+    return Bucket(exact, {"m": q.shape[0], "keys": keys})
 
 
 def inputs(
     m: int, keys: int = 4096, chunks: str = "", lengths: str = "", heads: int = 4, kv_heads: int = 2, n: int = 64,
     dtype: str = "bf16", block_size: int = 16, format: str = "none", per: str = "tensor", sinks: bool = False,
     scale: float = 0.0, window: int = 0, softcap: float = 0.0, bounded: bool = True, scattered: bool = True,
-    layout: str = "contiguous", device: str = "cuda", seed: int = 0,
+    wrong: str = "", layout: str = "contiguous", device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """m tokens of sequences whose chunks are as 3+0+5, of one if none are given; lengths too, else all are full."""
+    """m tokens of sequences whose chunks are as 3+0+5, of one if none are given; lengths too, else all are full.
+
+    `wrong` entries (attention_cases.plant) are those of cu_seqlens_q, q, of lengths, l, and of the table, t.
+    """
     g = random.generator(seed, device)
     parts = paged.numbers(chunks) if chunks else [m]
     long = paged.numbers(lengths) if lengths else [keys] * len(parts)
@@ -69,10 +87,11 @@ def inputs(
     kind = random.dtype_of(dtype if format == "none" else format)
     k, v, table = paged.draw_cache(long, keys, kv_heads, n, kind, block_size, layout, g, scattered)
     k_scale, v_scale = paged.draw_scales(format, per, kv_heads, g)
+    edges, held = paged.integers([*accumulate(parts, initial=0)], g), paged.integers(long, g)
+    plant(wrong, q=edges, l=held, t=table)
     return {
         "q": paged.draw_queries((m, heads, n), dtype, layout, g), "k_cache": k, "v_cache": v,
-        "cu_seqlens_q": paged.integers([*accumulate(parts, initial=0)], g), "lengths": paged.integers(long, g),
-        "block_table": table,
+        "cu_seqlens_q": edges, "lengths": held, "block_table": table,
         "k_scale": k_scale, "v_scale": v_scale, "sinks": paged.draw_sinks(sinks, heads, g),
         "scale": scale or None, "window": window, "softcap": softcap, "max_seqlen_q": max(parts) if bounded else 0,
     }  # fmt: skip
@@ -123,6 +142,9 @@ def _flash(q: Tensor, *args: Any) -> Tensor:
     return out
 
 
+_ONE: dict[str, Any] = {"heads": 2, "kv_heads": 1, "n": 16}
+
+
 def _cases() -> list[Case]:
     return [
         case(m=40, keys=70, chunks="33+7", lengths="70+33", n=32, dtype="fp32"),
@@ -144,6 +166,13 @@ def _cases() -> list[Case]:
         case(m=17, keys=80, n=32, dtype="fp32", format="e5m2", per="head"),
         case(m=40, keys=128, heads=8, n=128, dtype="bf16", format="e4m3", per="head"),
         case(m=40, keys=100, n=64, dtype="fp16", scale=500.0),  # logits of ±1e4
+        case(m=20, keys=50, heads=2, kv_heads=1, n=16, dtype="fp32", scale=-0.5),
+        case(m=24, keys=40, chunks="9+3+12", **_ONE, dtype="fp32", wrong="q0:-1+q3:1073741824"),
+        case(m=40, keys=40, chunks="17+3+20", **_ONE, dtype="fp16", wrong="q1:0+q2:25+q3:33"),  # too long, and left
+        case(m=24, keys=40, chunks="9+3+12", **_ONE, dtype="fp16", wrong="l0:-1+l1:2147483647", bounded=False),
+        case(m=40, keys=80, chunks="17+3+20", lengths="80+40+49", **_ONE, dtype="fp16", wrong="t4:-1+t10:18+t13:18"),
+        case(m=40, keys=200, chunks="33+7", **_ONE, dtype="fp16", window=16, wrong="t3:-1+t5:99+t20:2147483647"),
+        case(m=9, keys=1100, chunks="5+4", **_ONE, dtype="fp16", wrong="q0:4+t75:-2147483648"),  # keys that are cut
         case(m=1, keys=1, n=16, dtype="fp32"),
         case(m=3, keys=16, chunks="3", lengths="0", n=16, dtype="fp32"),  # no keys: zeros
         case(m=0, keys=64, n=64, dtype="fp16"),  # nothing to launch
@@ -158,9 +187,11 @@ _BENCH: dict[str, Any] = {"n": 128, "dtype": "bf16", "block_size": 64, "scattere
 
 
 @op(
-    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED, runtime=("scale",),
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
+    rounds_between=True, runtime=("scale",),
+    check_runtime=check_scale,
     kernels=("numba", "cuda.hopper", "triton"), model_sizes=paged.model_sizes,
-    baselines=baselines(torch=_sdpa, cudnn=_cudnn, flash=_flash),
+    baselines=baselines(torch=_sdpa, cudnn=_cudnn, flash=_flash), indices=indices,
     cases={
         "test": paged.for_hopper(_cases()),
         "bench": [
@@ -177,15 +208,17 @@ def attention_chunked(
 ) -> Tensor:  # fmt: skip
     """out = softmax(scale · q · kᵀ) · v of a chunk of each sequence's tokens against its paged KV cache, causal.
 
-    q, out [T, H, D]: tokens cu_seqlens_q[b] to cu_seqlens_q[b + 1] are sequence b's, and the last of all is T. They are
-    the last of the lengths[b] tokens that its cache holds. All else is as in attention_decode; max_seqlen_q is the most
-    tokens of one chunk, which bounds the launch; 0: T.
+    q, out [T, H, D]: tokens cu_seqlens_q[b] to cu_seqlens_q[b + 1] are sequence b's; those past the last of them are
+    zero. They are the last of the lengths[b] tokens that its cache holds. All else is as in attention_decode;
+    max_seqlen_q is the most tokens of one chunk, which bounds the launch; 0: T. A chunk that is longer, or whose
+    numbers lead outside of q, gives NaN.
     """
-    out, edges = torch.zeros_like(q), cu_seqlens_q.tolist()
-    for b, length in enumerate(lengths.tolist()):
-        where = slice(edges[b], edges[b + 1])
-        out[where] = paged.one_sequence(
-            q[where], k_cache, v_cache, b, length, block_table, k_scale, v_scale, scale,
-            window=window, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+    out, long = torch.zeros_like(q), lengths.tolist()
+    for b, mine in enumerate(spans(cu_seqlens_q, len(q), queries(q, max_seqlen_q))):
+        out[mine.tokens] = torch.nan
+        if mine.sound:
+            out[mine.tokens] = paged.one_sequence(
+                q[mine.tokens], k_cache, v_cache, b, long[b], block_table, k_scale, v_scale, scale,
+                window=window, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
     return out

@@ -10,7 +10,16 @@ struct Problem {
     int tiles, splits;  // tiles of a sequence of the most queries
     int cuts, least;  // a sequence's keys are cut in so many, never fewer than the splits; a part has so many blocks or more,
                       // twice as many where there are eight parts all the same (paged_attention.most_splits)
-    int bound, left;  // the most keys of a sequence; how far to the left of its place a query sees
+    int most, bound, left;  // the most queries and keys of a sequence; how far to the left of its place a query sees
+
+    __device__ Bounds tokens_of(int b) const {
+        const int each = tokens / sequences;
+        return starts ? bounds_of(starts, b, sequences, tokens) : Bounds{b * each, (b + 1) * each};
+    }
+    // Whether its queries or keys are not what may be: it has no tiles, and its rows are NaN.
+    __device__ bool cut(int b) const {
+        return lengths[b] < 0 || lengths[b] > bound || (starts && is_cut(starts, b, tokens, most));
+    }
 };
 
 // Rows of one kv head from `first` on, and what they see of a split's keys. Row r is query r / group, head r % group. Tiles
@@ -23,9 +32,8 @@ struct __align__(16) Tile {
     template <int BM, int BN>
     static __device__ Tile of(int t, const Problem& p) {
         const int column = t / p.tiles, b = column / (p.kv_heads * p.splits), split = column / p.kv_heads % p.splits;
-        const int each = p.tokens / p.sequences;
-        const Bounds q = p.starts ? bounds_of(p.starts, b, p.sequences, p.tokens) : Bounds{b * each, (b + 1) * each};
-        const int count = q.end - q.begin, keys = min(max(p.lengths[b], 0), p.bound), place = keys - count;
+        const Bounds q = p.tokens_of(b);
+        const int count = p.cut(b) ? 0 : q.end - q.begin, keys = min(max(p.lengths[b], 0), p.bound), place = keys - count;
         Tile tile{b, split, column % p.kv_heads, (p.tiles - 1 - t % p.tiles) * BM, q.begin, count * p.group, place, keys,
                   {{0, 0}, {0, 0}}};
         if (tile.first >= tile.rows) return tile;
@@ -41,16 +49,38 @@ struct __align__(16) Tile {
     }
 };
 
+// Rows of tokens that no tile has, of all heads: 0 or NaN, as `value` is. `step` warps write them, of which this is the one with
+// number `first`: to out, or for combine_splits to the stats of splits that saw nothing.
+template <int D, typename T>
+__device__ void fill_rows(T* out, float* stats, Bounds tokens, const Problem& p, float value, int first, int step) {
+    const i64 heads = i64{p.kv_heads} * p.group, all_rows = p.tokens * heads;
+    const i64 start = i64{first} * 32 + threadIdx.x % 32, stride = i64{step} * 32;
+    if (!stats) {
+        constexpr int WORDS = D * sizeof(T) / 16;  // of a row
+        const unsigned word = value == 0.0f ? 0 : 0x7fff7fff;  // NaN of fp16 and of bf16
+#pragma unroll 1
+        for (i64 i = tokens.begin * heads * WORDS + start; i < tokens.end * heads * WORDS; i += stride)
+            reinterpret_cast<uint4*>(out)[i] = uint4{word, word, word, word};
+        return;
+    }
+#pragma unroll 1
+    for (i64 row = tokens.begin * heads + start; row < tokens.end * heads; row += stride)
+#pragma unroll 1
+        for (int s = 0; s < p.splits; ++s)
+            stats[s * all_rows + row] = nothing(), stats[(p.splits + s) * all_rows + row] = value;
+}
+
 // Blocks go from tile to tile. SHARE blocks of a cluster have neighbouring tiles of one kv head, see the keys that any of them
 // sees, and fetch a part of each block of keys and values for all. `table` has the pages of a sequence in a row, 16 tokens or
-// more in each, a power of two; without one, page b is all of sequence b. Of a tile's queries so many rows are fetched.
+// more in each, a power of two; without one, page b is all of sequence b. Keys of a page that is not there are NaN, which k_map
+// fills in: so are the rows that see them. Of a tile's queries so many rows are fetched.
 // Without parts, out is written; else (top, total) and sums of each split.
 template <typename T, int D, int BN, int WARPGROUPS, int SLOTS, int SHARE>
 __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, WARPGROUPS == 1 ? 2 : 1) paged_attention(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
     const int* table, const int* starts, const int* lengths, T* out, float* parts, float* stats, i64 table_row, int sequences,
-    int tokens, int kv_heads, int group, int tiles, int splits, int cuts, int least, int fetched, int page, int bound, int left,
-    float scale) {
+    int tokens, int kv_heads, int group, int tiles, int splits, int cuts, int least, int fetched, int page, int most, int bound,
+    int left, float scale) {
     constexpr int PART = BN / SHARE, THREADS = WARPGROUPS * 128 + 128;
     constexpr int FEW = 40, MANY = WARPGROUPS == 1 ? 216 : 232;  // registers: of two blocks, or of one, a processor has all
     using Walk = ::Walk<T, D, BN, WARPGROUPS>;
@@ -73,7 +103,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, WARPGROUPS == 1 ? 2 : 
     if constexpr (SHARE > 1) Cluster<SHARE>::meet();
     else __syncthreads();
     take_over();
-    const Problem p{starts, lengths, sequences, tokens, kv_heads, group, tiles, splits, cuts, least, bound, left};
+    const Problem p{starts, lengths, sequences, tokens, kv_heads, group, tiles, splits, cuts, least, most, bound, left};
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x % 32;
     const int all = sequences * splits * kv_heads * tiles, grid = gridDim.x / SHARE;
     const int rank = Cluster<SHARE>::rank(), start = blockIdx.x / SHARE;
@@ -88,7 +118,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, WARPGROUPS == 1 ? 2 : 
                 if (tile.first >= tile.rows) continue;
                 const Bounds blocks = tile.seen.blocks;
                 const int* const pages = table + tile.sequence * table_row;
-                // The page of this lane's rows, or -1, where TMA finds zeros: entries behind the last key are not read.
+                // The page of this lane's rows, or -1, where TMA finds nothing: entries behind the last key are not read.
                 const auto page_of = [&](int block) {
                     const int key = block * BN + row;
                     return block < blocks.begin || key >= tile.keys ? -1 : table ? pages[key / page] : tile.sequence;
@@ -138,6 +168,12 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, WARPGROUPS == 1 ? 2 : 
                 q.next();
                 if (t >= all) break;
             }
+        } else if (warp == WARPGROUPS * 4 + 2) {
+            float* const kept = parts ? stats : nullptr;
+            for (int b = blockIdx.x; b < sequences; b += gridDim.x)
+                if (p.cut(b)) fill_rows<D>(out, kept, p.tokens_of(b), p, not_a_number(), 0, 1);
+            if (starts)  // tokens that no sequence has
+                fill_rows<D>(out, kept, bounds_of(starts, sequences, sequences, tokens), p, 0.0f, blockIdx.x, gridDim.x);
         }
     } else {
         take_registers<MANY>();

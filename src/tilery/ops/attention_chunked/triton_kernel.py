@@ -4,7 +4,9 @@ import torch
 
 from tilery.ops.attention_chunked import outputs, queries
 from tilery.parts import triton_paged_attention as attention
+from tilery.parts.attention_checks import cutting_window
 from tilery.parts.fp8 import ceil_div, power
+from tilery.parts.paged_attention import bound
 from tilery.parts.triton_fp8 import native
 from tilery.parts.triton_paged_attention import Config, Problem, archs, fitting
 from tilery.spec import Artifact, TensorSpec, Work
@@ -17,7 +19,8 @@ _PROCESSORS = 132  # of an H200
 def _problem(q, k_cache, v_cache, starts, *rest, scale=None) -> Problem:
     lengths, table, k_scale, v_scale, sinks, window, softcap, max_seqlen_q = rest
     tensors = q, k_cache, v_cache, starts, lengths, table, k_scale, v_scale, sinks
-    return Problem(*tensors, queries(q, max_seqlen_q), window, softcap, scale)
+    most = queries(q, max_seqlen_q)
+    return Problem(*tensors, most, cutting_window(window, most, bound(k_cache, table)), softcap, scale)
 
 
 def refusal(*specs, config: Config | None = None) -> str | None:

@@ -10,6 +10,9 @@ from tilery.errors import require
 from tilery.op import op
 from tilery.parts import paged_attention as paged
 from tilery.parts import paged_peers
+from tilery.parts.attention_cases import plant
+from tilery.parts.attention_checks import check_scale, cutting_window
+from tilery.parts.attention_indices import require_pages
 from tilery.parts.paged_attention import ALLOWED
 from tilery.peers import baselines
 from tilery.spec import Bucket, Case, Cost, TensorSpec, case
@@ -20,6 +23,7 @@ _FP32 = {"tilelang": "tf32"}
 _PLAIN = {"cutile": "plain attention"}
 _FP8 = {"tilelang": "a cache of q's dtype"} | _PLAIN
 _MORE = {"tilelang": "neither a window nor a softcap nor sinks"} | _PLAIN
+_WINDOW = {"tilelang": "neither a window"}
 _ODD = {"cutile": "power of two"}
 _FAR = {"cutile": "below 2**31"}
 
@@ -42,32 +46,46 @@ def outputs(q: TensorSpec, *rest: Any) -> tuple[TensorSpec, ...]:
     return (TensorSpec.contiguous(q.shape, q.dtype, q.device),)
 
 
+def indices(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, block_table: Tensor | None, *options: Any
+) -> None:
+    *_, window, _ = options
+    require_pages(lengths, block_table, k_cache, paged.bound(k_cache, block_table), q.shape[1], window)
+
+
 def cost(q: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, lengths: TensorSpec, *rest: Any) -> Cost:
     return paged.cost(q, k_cache, q.shape[0], q.shape[1], paged.bound(k_cache, rest[0]), rest[-2])
 
 
 def bucket(q: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, lengths: TensorSpec, *rest: Any) -> Bucket:
     table, _, _, sinks, window, softcap = rest
+    keys = paged.bound(k_cache, table)
+    window = cutting_window(window, q.shape[1], keys)
     exact = paged.bucket(q, k_cache, table is not None, window, softcap, sinks is not None)
-    return Bucket(f"{exact},queries={q.shape[1]}", {"keys": paged.bound(k_cache, table)})
+    return Bucket(f"{exact},queries={q.shape[1]}", {"keys": keys})
 
 
 def inputs(
     m: int, keys: int = 4096, queries: int = 1, heads: int = 4, kv_heads: int = 2, n: int = 64, dtype: str = "bf16",
     lengths: str = "", block_size: int = 0, format: str = "none", per: str = "tensor", sinks: bool = False,
-    scale: float = 0.0, window: int = 0, softcap: float = 0.0, layout: str = "contiguous", device: str = "cuda",
-    seed: int = 0,
+    scale: float = 0.0, window: int = 0, softcap: float = 0.0, wrong: str = "", layout: str = "contiguous",
+    device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """m sequences of at most `keys` tokens; `lengths`: as 3+0+5, else all are full. block_size 0: in one piece."""
+    """m sequences of at most `keys` tokens; `lengths`: as 3+0+5, else all are full. block_size 0: in one piece.
+
+    `wrong` entries (attention_cases.plant) are those of lengths, l, and of the table, t.
+    """
     g = random.generator(seed, device)
     long = paged.numbers(lengths) if lengths else [keys] * m
     require(len(long) == m and max(long, default=0) <= keys, f"lengths must be {m} of up to {keys}, got {lengths!r}")
     kind = random.dtype_of(dtype if format == "none" else format)
     k, v, table = paged.draw_cache(long, keys, kv_heads, n, kind, block_size, layout, g)
     k_scale, v_scale = paged.draw_scales(format, per, kv_heads, g)
+    held = paged.integers(long, g)
+    plant(wrong, l=held, t=table)
     return {
         "q": paged.draw_queries((m, queries, heads, n), dtype, layout, g), "k_cache": k, "v_cache": v,
-        "lengths": paged.integers(long, g), "block_table": table,
+        "lengths": held, "block_table": table,
         "k_scale": k_scale, "v_scale": v_scale, "sinks": paged.draw_sinks(sinks, heads, g),
         "scale": scale or None, "window": window, "softcap": softcap,
     }  # fmt: skip
@@ -140,6 +158,18 @@ def _cases() -> list[Case]:
             _FP8, m=2, keys=128, heads=8, n=128, dtype="bf16", lengths="128+77", block_size=16, format="e4m3",
             per="head",
         ),
+        case(m=4, keys=70, heads=2, kv_heads=1, n=16, dtype="fp16", wrong="l0:-1+l1:71+l2:1073741824"),
+        case(
+            m=6, keys=64, queries=3, heads=2, kv_heads=1, n=16, dtype="fp16", lengths="64+64+64+64+49+33",
+            block_size=16, wrong="t1:-1+t6:27+t11:2147483647+t12:-2147483648+t19:27+l3:65",
+        ),  # one of a page that the last query alone sees, and one page that nobody does
+        case(
+            _PLAIN | _WINDOW, m=2, keys=64, queries=2, heads=2, kv_heads=1, n=16, dtype="fp16", block_size=16,
+            window=16, wrong="t0:-1+t1:99+t6:-1",
+        ),  # a page before a window may be anything
+        case(
+            _FP32, m=2, keys=1100, heads=2, kv_heads=1, n=16, dtype="fp32", block_size=64, wrong="l1:-5+t2:1073741824",
+        ),  # keys that are cut among programs
         case(m=1, keys=100, n=64, dtype="fp16", scale=500.0),  # logits of ±1e4
         case(_FP32, m=1, keys=1, n=16, dtype="fp32"),
         case(_FP32, m=2, keys=0, n=16, dtype="fp32", queries=2),  # no keys: zeros
@@ -156,9 +186,11 @@ _BENCH = [(1, 1024), (1, 8192), (8, 2048), (16, 8192)]
 
 
 @op(
-    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED, runtime=("scale",),
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
+    rounds_between=True, runtime=("scale",),
+    check_runtime=check_scale,
     kernels=("numba", "cuda.hopper", "triton", "cutile", "tilelang"), model_sizes=paged.model_sizes,
-    baselines=baselines(torch=_sdpa, cudnn=_cudnn, flash=_flash),
+    baselines=baselines(torch=_sdpa, cudnn=_cudnn, flash=_flash), indices=indices,
     cases={
         "test": paged.for_hopper(_cases()),
         "bench": [
@@ -181,7 +213,8 @@ def attention_decode(
     q, out [B, Q, H, D]; caches [blocks, block_size, kv_heads, D] with block_table [B, most] as in docs/kv_cache.md, or
     [B, S, kv_heads, D] without. lengths [B] counts the keys, those of the Q tokens among them: query t sees keys up to
     lengths - Q + t, with `window` the last so many of these; one that sees none gives zeros. scale None: D ** -0.5;
-    `softcap` bends scores to softcap · tanh(score / softcap); sinks [H] are scores without a value.
+    `softcap` bends scores to softcap · tanh(score / softcap); sinks [H] are scores without a value. A length that is
+    negative or more than the cache can hold gives NaN, and so does a page that a query sees and that is not there.
     A sequence gives the same bits in any batch.
     """
     out = torch.zeros_like(q)

@@ -10,6 +10,7 @@ import torch
 
 from tilery import device
 from tilery.backends import tilelang_glue
+from tilery.parts import no_keys
 from tilery.parts.fp8 import ceil_div
 from tilery.parts.paged_attention import bound
 from tilery.parts.tilelang_attention import Problem, decode
@@ -19,6 +20,7 @@ archs = ("sm_90",)
 
 _PROGRAMS = 128  # of one sequence: about one for each processor of an H200
 _MOST_SEQUENCES = 65535  # along a grid's third axis
+_FAR = 2**30  # keys: they are numbered in int32, as are those of the tiles behind the last
 _ROWS, _KEYS = (16, 32, 64, 128), (16, 32, 64, 128)
 
 
@@ -40,7 +42,7 @@ def _rows(q, k_cache) -> int:
 
 
 def refusal(*specs, config: Config | None = None) -> str | None:
-    q, k_cache, _, _, _, _, _, sinks, window, softcap = specs
+    q, k_cache, _, _, table, _, _, sinks, window, softcap = specs
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"T.gemm takes fp16 and bf16, and would round {dtype_name(q.dtype)} to tf32"
     if k_cache.dtype != q.dtype:
@@ -48,6 +50,8 @@ def refusal(*specs, config: Config | None = None) -> str | None:
     if window or softcap or sinks is not None:
         given = f"window={window}, softcap={softcap}, sinks={'none' if sinks is None else 'given'}"
         return f"takes neither a window nor a softcap nor sinks, got {given}"
+    if bound(k_cache, table) >= _FAR:
+        return f"numbers keys up to {_FAR}, got {bound(k_cache, table)}"
     if q.shape[0] > _MOST_SEQUENCES:
         return f"takes up to {_MOST_SEQUENCES} sequences, got {q.shape[0]}"
     return _config_refusal(q, config) if config else None
@@ -126,8 +130,8 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 def run(outs, args, config: Config, *kept) -> None:
     q, k_cache, v_cache, lengths, table, _, _, _, scale, _, _ = args
-    if not bound(k_cache, table):  # there is no key
-        outs[0].zero_()
+    if not bound(k_cache, table) or not k_cache.shape[0]:  # there is no key
+        no_keys.fill(outs[0], None, lengths, bound(k_cache, table))
         return
     aligned = (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % 16 == 0
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)

@@ -7,7 +7,9 @@ import torch
 
 from tilery.ops.attention_decode import outputs
 from tilery.parts import triton_paged_attention as attention
+from tilery.parts.attention_checks import cutting_window
 from tilery.parts.fp8 import power
+from tilery.parts.paged_attention import bound
 from tilery.parts.triton_paged_attention import Config, Problem, archs, fitting
 from tilery.spec import Artifact, TensorSpec, Work
 
@@ -26,6 +28,7 @@ _TILES = (  # keys, warps, stages
 
 def _problem(q, k_cache, v_cache, lengths, table, k_scale, v_scale, sinks, window, softcap, scale=None) -> Problem:
     tensors = q, k_cache, v_cache, None, lengths, table, k_scale, v_scale, sinks
+    window = cutting_window(window, q.shape[1], bound(k_cache, table))
     return Problem(*tensors, q.shape[1], window, softcap, scale)
 
 

@@ -4,10 +4,12 @@ from torch import Tensor
 
 from tilery.op import op
 from tilery.parts import attention as parts
+from tilery.parts import attention_indices
 from tilery.parts import attention_peers as peers
-from tilery.parts.attention import bucket, check, cost_lse, outputs_lse
-from tilery.parts.attention_cases import bench_cases, cases, draw
-from tilery.parts.attention_gradients import gradients
+from tilery.parts.attention import bucket, cost_lse, outputs_lse
+from tilery.parts.attention_cases import bench_cases, cases, draw, wrong_cases
+from tilery.parts.attention_checks import check, check_scale
+from tilery.parts.attention_gradients import backward_refusal, gradients
 from tilery.parts.heads import model_sizes
 from tilery.peers import baselines
 
@@ -23,17 +25,18 @@ def _cudnn(*args: Any) -> Any:
 
 
 def _gradients(args: Any, outs: Any, grads: Any) -> Any:
-    return gradients("attention_lse", args, *outs, *grads)
+    return gradients(args, *outs, *grads)
 
 
 @op(
     check=check, outputs=outputs_lse, cost=cost_lse, bucket=bucket, inputs=draw, allowed=parts.allowed,
-    runtime=("scale",),
+    rounds_between=True,
+    runtime=("scale",), check_runtime=check_scale,
     kernels=("numba", "cuda.hopper", "triton"),
     baselines=baselines(torch=_torch, cudnn=_cudnn, flash=peers.flash_lse),
     model_sizes=lambda model: [] if model.kv_lora_rank else model_sizes(model),
-    backward=_gradients,
-    cases={"test": cases()[:3] + cases()[3::3], **bench_cases()},  # attention bears all of them
+    backward=_gradients, backward_refusal=backward_refusal, indices=attention_indices.of_attention,
+    cases={"test": cases()[:3] + cases()[3::3] + wrong_cases(), **bench_cases()},  # attention bears all of them
 )  # fmt: skip
 def attention_lse(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
@@ -48,5 +51,5 @@ def attention_lse(
     """
     return parts.reference(
         q, k, v, cu_seqlens_q, cu_seqlens_k, key_mask, bias, slopes, sinks, q_scale, k_scale, v_scale,
-        scale, causal, window, softcap, layout,
+        scale, causal, window, softcap, layout, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from numba import prange
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import STORAGE, ZERO, at, f32, load, store
 from tilery.ops.cast import outputs
-from tilery.parts import numba_rows
+from tilery.parts import numba_rows, numba_stream
 from tilery.parts.numba_rows import Config, archs
 from tilery.parts.numba_stream import BLOCK, buffer, finish, stream, too_large
 from tilery.parts.rows import rows
@@ -51,8 +51,8 @@ def _rows(x, y, x_stride, first, last, n, past, storage, dtype):
 
 
 @numba_glue.kernel
-def _cast(threads, x, y, x_stride, m, n, storage, dtype):
-    past = too_large(y, m, n, storage)
+def _cast(threads, x, y, x_stride, m, n, least, storage, dtype):
+    past = too_large(y, m, n, least, storage)
     if threads > 1:
         for i in prange(threads):
             part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
@@ -64,7 +64,7 @@ def _cast(threads, x, y, x_stride, m, n, storage, dtype):
 def _arguments(outs, x):
     """The launch arguments, of tensors for `run` and of specs for `compile`."""
     m, n, stride = rows(x)
-    return (x, outs[0]), stride, m, n, STORAGE[outs[0].dtype]
+    return (x, outs[0]), stride, m, n, numba_stream.LEAST, STORAGE[outs[0].dtype]
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:

@@ -42,8 +42,13 @@ __global__ void __launch_bounds__(THREADS* ROWS) cross_entropy(
         top = reduce_warp<Max>(all.top), sum = reduce_warp<Sum>(all.below(top));
         if (smoothing > 0) plain = reduce_warp<Sum>(plain);
     }
+    float lse = top + logf(sum);  // of -inf alone: top is then the least finite value, and the sum 0
+    if (isinf(top)) {  // +inf and NaN both make NaN of the sum: only NaN makes NaN of lse
+        bool nan = false;
+        for (i64 col = threadIdx.x % 32; col < n; col += 32) nan |= isnan(static_cast<float>(logits[col]));
+        lse = __any_sync(0xffffffff, nan) ? __int_as_float(0x7fffffff) : top;
+    }
     if (threadIdx.x % 32) return;
-    const float lse = isinf(top) ? top : top + logf(sum);
     const float smooth = smoothing > 0 ? smoothing * (plain / n) : 0.0f;
     losses[row] = target == ignored ? 0.0f : lse - (1 - smoothing) * picked - smooth + z_loss * lse * lse;
     lses[row] = target == ignored ? 0.0f : lse;

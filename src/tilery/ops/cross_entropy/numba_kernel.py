@@ -35,7 +35,7 @@ def _row(row, x, targets, losses, sums, n, ignore_index, label_smoothing, z_loss
         store(losses, row, f32(0), FP32)
         store(sums, row, f32(0), FP32)
         return
-    top, total, plain = row_sums(x, n, dtype)
+    top, total, plain = row_sums(x, n, True, dtype)
     lse = log_sum(top, total)
     picked = load(x, target, dtype) if 0 <= target < n else f32(np.nan)
     store(losses, row, loss(lse, picked, plain, n, label_smoothing, z_loss), FP32)

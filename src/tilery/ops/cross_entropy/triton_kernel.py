@@ -52,7 +52,7 @@ def _of_row(logits_ptr, target, n, label_smoothing, z_loss, BLOCK: tl.constexpr,
     hand_over()
     inside = (target >= 0) & (target < n)
     picked = tl.load(logits_ptr + target, mask=inside, other=float("nan")).to(tl.float32)  # under way before sums wait
-    top, total, plain = row_sums(logits_ptr, 0, n, BLOCK, PARTS, False)
+    top, total, plain = row_sums(logits_ptr, 0, n, BLOCK, PARTS, True)
     lse = triton_losses.log_sum(top, total)
     return triton_losses.loss(lse, picked, plain, n, label_smoothing, z_loss), lse
 

@@ -7,7 +7,16 @@ from tilery import inputs as draw
 from tilery.errors import require
 from tilery.op import op
 from tilery.parts import rows
-from tilery.parts.losses import DTYPES, TERMS, check_targets, check_values, draw_targets
+from tilery.parts.losses import (
+    DTYPES,
+    TERMS,
+    check_scalars,
+    check_targets,
+    check_values,
+    draw_targets,
+    logit_gradients,
+    look_at_targets,
+)
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case
 
@@ -37,15 +46,17 @@ def bucket(dloss: TensorSpec, dlse: TensorSpec, logits: TensorSpec, targets: Ten
 
 def inputs(
     m: int, n: int, dtype: str = "bf16", layout: str = "contiguous", batch: int = 0,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, ignored: bool = False, device: str = "cuda", seed: int = 0,
+    label_smoothing: float = 0.0, ignore_index: int = -100, z_loss: float = 0.0, ignored: bool = False,
+    outside: bool = False, device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     g = draw.generator(seed, device)
     logits = rows.draw(m, n, dtype, g, layout, "none", batch)
     shape = logits.shape[:-1]
     dloss, dlse = (draw.away_from_zero(shape, g) for _ in range(2))
     return {
-        "dloss": dloss, "dlse": dlse, "logits": logits, "targets": draw_targets(shape, n, g, ignored),
-        "lse": logits.float().logsumexp(-1), "label_smoothing": label_smoothing, "z_loss": z_loss,
+        "dloss": dloss, "dlse": dlse, "logits": logits, "lse": logits.float().logsumexp(-1),
+        "targets": draw_targets(shape, n, g, ignored, ignore_index, outside),
+        "label_smoothing": label_smoothing, "ignore_index": ignore_index, "z_loss": z_loss,
     }  # fmt: skip
 
 
@@ -81,15 +92,23 @@ def _formula(
 def _cases() -> list[Any]:
     """As of the forward, but without NaN and infinities: lse holds what they make of a row."""
     found = [c for c in rows.cases() if c.params["n"] and "special" not in c.params]
-    return [case(**(c.params | TERMS)) if i % 2 == 0 else c for i, c in enumerate(found)]
+    more = [
+        case(m=8, n=200, dtype="fp32", outside=True, label_smoothing=1.0),
+        case(m=8, n=200, dtype="bf16", outside=True, ignored=True, ignore_index=7),
+        case(m=4, n=200, dtype="fp16", ignored=True, ignore_index=2**40),
+    ]
+    return [case(**(c.params | TERMS)) if i % 2 == 0 else c for i, c in enumerate(found)] + more
 
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
-    runtime=("label_smoothing", "ignore_index", "z_loss"),
+    runtime=("label_smoothing", "ignore_index", "z_loss"), check_runtime=check_scalars,
     kernels=("numba", "triton"),
     baselines=baselines(torch=_torch, compile=Compiled(_formula)),
     model_sizes=lambda model: [{"n": model.vocab_size}],
+    indices=lambda dloss, dlse, logits, targets, lse, s, ignore_index, z: look_at_targets(
+        targets, logits.shape[-1], ignore_index
+    ),
     cases={
         "test": _cases(),
         "bench": [case(m=m, n=n, dtype="bf16") for m, n in ((8192, 32000), (4096, 128256))],
@@ -102,11 +121,8 @@ def cross_entropy_backward(
 ) -> Tensor:  # fmt: skip
     """Gradient of cross_entropy: p · (dloss · (1 + 2 · z_loss · lse) + dlse) - dloss · ((1 - s) · [target] + s / N).
 
-    p = exp(logits - lse), s = label_smoothing; rows to ignore get 0. logits and the result [..., N], the others [...].
+    p = exp(logits - lse), s = label_smoothing; rows to ignore get 0, and rows whose target is no class get NaN.
+    logits and the result [..., N], the others [...].
     """
-    n = logits.shape[-1]
-    dloss, dlse, lse, wanted = (t.unsqueeze(-1) for t in (dloss, dlse, lse, targets))
-    hits = torch.arange(n, device=logits.device) == wanted
-    grad = (logits - lse).exp() * (dloss * (1 + 2 * z_loss * lse) + dlse)
-    grad = grad - dloss * (hits * (1 - label_smoothing) + label_smoothing / n)
-    return grad.where(wanted != ignore_index, 0.0)
+    dloss, dlse, lse, targets = (t.unsqueeze(-1) for t in (dloss, dlse, lse, targets))
+    return logit_gradients(dloss, dlse, logits, targets, lse, (label_smoothing, ignore_index, z_loss))

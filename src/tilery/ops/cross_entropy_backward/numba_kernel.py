@@ -34,15 +34,14 @@ def configs(
 
 @numba_glue.jit
 def _row(x, y, target, n, dloss, dlse, lse, label_smoothing, z_loss, ignored, dtype):
-    if ignored:
+    if ignored or not 0 <= target < n:
         for j in range(n):
-            store(y, j, f32(0), dtype)
+            store(y, j, f32(0) if ignored else f32(np.nan), dtype)
         return
     for j in range(n):
         store(y, j, gradient(load(x, j, dtype), False, n, dloss, dlse, lse, label_smoothing, z_loss), dtype)
-    if 0 <= target < n:  # anew, not from y: that is rounded
-        hit = gradient(load(x, target, dtype), True, n, dloss, dlse, lse, label_smoothing, z_loss)
-        store(y, target, hit, dtype)
+    hit = gradient(load(x, target, dtype), True, n, dloss, dlse, lse, label_smoothing, z_loss)
+    store(y, target, hit, dtype)  # anew, not from y: that is rounded
 
 
 @numba_glue.jit

@@ -54,7 +54,7 @@ def _cross_entropy_backward(
     if target != ignore_index:
         dloss, dlse, lse = tl.load(dloss_ptr + row), tl.load(dlse_ptr + row), tl.load(lse_ptr + row)
         logits = tl.load(logits_ptr + row * stride + cols, mask=cols < n, other=0.0).to(tl.float32)
-        grad = gradient(logits, cols == target, n, dloss, dlse, lse, label_smoothing, z_loss)
+        grad = gradient(logits, cols, target, n, dloss, dlse, lse, label_smoothing, z_loss)
     tl.store(out_ptr + row * n + cols, grad, mask=cols < n)
 
 

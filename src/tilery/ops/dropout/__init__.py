@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilery import inputs as draw
-from tilery.errors import require
+from tilery.errors import BadInput
 from tilery.op import op
 from tilery.parts import philox, rows
 from tilery.peers import baselines
@@ -17,6 +17,11 @@ ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 def check(x: TensorSpec) -> None:
     rows.check_rows("x", x, ALLOWED)
+
+
+def check_runtime(p: float, seed: int) -> None:
+    if not 0 <= p <= 1:  # written so that NaN is refused
+        raise BadInput(f"p must be 0 to 1, got {p}")
 
 
 def outputs(x: TensorSpec) -> tuple[TensorSpec, ...]:
@@ -38,7 +43,6 @@ def inputs(
 
 def factor(p: float) -> float:
     """What is kept is multiplied by this."""
-    require(0 <= p <= 1, f"dropout: p must be 0 to 1, got {p}")
     return 1 / (1 - p) if p < 1 else 0.0
 
 
@@ -61,7 +65,7 @@ def _backward(args: tuple[Any, ...], outs: Any, grads: tuple[Tensor, ...]) -> tu
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=rows.bucket_rows, inputs=inputs, allowed=ALLOWED,
-    runtime=("p", "seed"), kernels=("numba", "triton"),
+    runtime=("p", "seed"), check_runtime=check_runtime, kernels=("numba", "triton"),
     baselines=baselines(torch=_torch),
     model_sizes=lambda model: [{"n": model.hidden_size}],
     cases={
@@ -87,5 +91,8 @@ def _backward(args: tuple[Any, ...], outs: Any, grads: tuple[Tensor, ...]) -> tu
     backward=_backward,
 )  # fmt: skip
 def dropout(x: Tensor, p: float, seed: int) -> Tensor:
-    """y = x / (1 - p) where uniform(seed, element) ≥ p, else 0; x, y [..., N]. No state: a seed gives one mask."""
+    """y = x / (1 - p) where uniform(seed, element) ≥ p, else 0; x, y [..., N]. No state: a seed gives one mask.
+
+    p is from 0 to 1; with 1 all of y is 0.
+    """
     return torch.where(_kept(x.shape, p, seed, x.device), x * factor(p), 0.0)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tilery import inputs as draw
 from tilery.errors import require
+from tilery.indices import require_between
 from tilery.op import op
 from tilery.parts import rows
 from tilery.peers import Compiled, baselines, load
@@ -42,11 +43,12 @@ def inputs(
     m: int, n: int, v: int = 128256, dtype: str = "bf16", ids: str = "int64", layout: str = "contiguous",
     special: str = "none", batch: int = 0, outside: bool = False, device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """m ids of v rows; `layout` and `special` are the table's; `outside` puts two ids beside it."""
+    """m ids of v rows; `layout` and `special` are the table's; `outside` puts the first five ids outside of it."""
     g = draw.generator(seed, device)
-    drawn = torch.randint(v, (max(batch, 1) * m,), generator=g, device=g.device, dtype=IDS[ids])
+    drawn = torch.randint(max(v, 1), (max(batch, 1) * m,), generator=g, device=g.device, dtype=IDS[ids])
     if outside:
-        drawn[0], drawn[-1] = -1, v
+        wrong = (-1, v, 2**32, 2**62, -(2**63)) if ids == "int64" else (-1, v, v + 1, 2**31 - 1, -(2**31))
+        drawn[: len(wrong)] = torch.tensor(wrong, dtype=IDS[ids], device=g.device)[: len(drawn)]
     chosen = drawn.view(batch, m) if batch else drawn
     return {"ids": chosen, "table": draw.matrix(v, n, dtype, g, layout, special)}
 
@@ -60,6 +62,7 @@ def _liger(ids: Tensor, table: Tensor) -> Tensor:
     kernels=("numba", "triton"),
     baselines=baselines(torch=F.embedding, compile=Compiled(F.embedding), liger=_liger),
     model_sizes=lambda model: [{"n": model.hidden_size, "v": model.vocab_size}],
+    indices=lambda ids, table: require_between("ids", ids, 0, table.shape[0] - 1),
     cases={
         "test": [
             case(m=5, n=1000, v=50, dtype="fp32"),
@@ -75,6 +78,8 @@ def _liger(ids: Tensor, table: Tensor) -> Tensor:
             case(m=9, n=72, v=3, dtype="fp32", special="nan"),
             case(m=9, n=72, v=3, dtype="fp32", outside=True),
             case(m=9, n=72, v=3, dtype="bf16", ids="int32", outside=True),
+            case(m=9, n=72, v=3, dtype="fp16", layout="far", outside=True),
+            case(m=4, n=8, v=0, dtype="fp32"),  # every id is outside
         ],
         "bench": [case(m=m, n=4096, dtype="bf16") for m in (16, 8192)],
         "bench_cpu": [case(m=2048, n=4096, v=32000, dtype="fp32"), case(m=2048, n=4096, v=32000, dtype="bf16")],
@@ -82,6 +87,8 @@ def _liger(ids: Tensor, table: Tensor) -> Tensor:
 )  # fmt: skip
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
     """y[...] = table[ids[...]]; ids [...], table [V, N], y [..., N]; an id outside of the table gives a row of NaN."""
+    if not len(table):
+        return table.new_full((*ids.shape, table.shape[1]), float("nan"))
     inside = (ids >= 0) & (ids < table.shape[0])
     found = table[torch.where(inside, ids, 0).long()]
     return torch.where(inside.unsqueeze(-1), found, float("nan"))

@@ -8,7 +8,7 @@ from tilery.op import op
 from tilery.ops.fused_linear_cross_entropy_backward import fused_linear_cross_entropy_backward
 from tilery.parts import rows
 from tilery.parts.linear_losses import bucket_projection, cases, check_projection, draw_projection
-from tilery.parts.losses import check_targets, draw_targets, losses
+from tilery.parts.losses import check_scalars, check_targets, draw_targets, look_at_targets, losses
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case
 
@@ -35,12 +35,14 @@ def bucket(x: TensorSpec, weight: TensorSpec, targets: TensorSpec) -> Bucket:
 
 def inputs(
     m: int, n: int, k: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, ignored: bool = False, device: str = "cuda", seed: int = 0,
+    label_smoothing: float = 0.0, ignore_index: int = -100, z_loss: float = 0.0, ignored: bool = False,
+    outside: bool = False, device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     g = draw.generator(seed, device)
     x, weight = draw_projection(m, n, k, dtype, g, layout, special, batch)
-    targets = draw_targets(x.shape[:-1], n, g, ignored)
-    return {"x": x, "weight": weight, "targets": targets, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    targets = draw_targets(x.shape[:-1], n, g, ignored, ignore_index, outside)
+    scalars = {"label_smoothing": label_smoothing, "ignore_index": ignore_index, "z_loss": z_loss}
+    return {"x": x, "weight": weight, "targets": targets, **scalars}
 
 
 def _torch(x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float, ignore_index: int, z_loss: float) -> Any:
@@ -66,10 +68,11 @@ def _gradients(args: Any, outs: Any, grads: Any) -> Any:
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
-    runtime=("label_smoothing", "ignore_index", "z_loss"),
+    runtime=("label_smoothing", "ignore_index", "z_loss"), check_runtime=check_scalars,
     kernels=("numba", "triton"),
     baselines=baselines(torch=_torch, compile=Compiled(_torch)),
     model_sizes=lambda model: [{"n": model.vocab_size, "k": model.hidden_size}],
+    indices=lambda x, weight, targets, s, ignore_index, z: look_at_targets(targets, weight.shape[0], ignore_index),
     backward=_gradients,
     cases={
         "test": cases(),
@@ -81,7 +84,7 @@ def fused_linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float = 0.0, ignore_index: int = -100,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """cross_entropy of logits = x · weightᵀ that are never stored, nor rounded: its losses and lse.
+    """cross_entropy of logits = x · weightᵀ that are never stored, nor rounded: its losses and lse, its scalars.
 
     x [..., K], weight [N, K]; targets, losses and lse [...].
     """

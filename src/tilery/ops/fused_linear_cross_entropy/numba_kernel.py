@@ -10,7 +10,7 @@ from tilery.ops.fused_linear_cross_entropy import outputs
 from tilery.parts import numba_losses, numba_rows
 from tilery.parts.numba_losses import BLOCK, log_sum, loss, tile_of_products
 from tilery.parts.numba_rows import Config
-from tilery.parts.numba_softmax import row_sums
+from tilery.parts.numba_softmax import base, row_sums
 from tilery.parts.rows import rows
 from tilery.spec import Artifact, TensorSpec
 
@@ -38,12 +38,12 @@ def workspace(x: TensorSpec, weight: TensorSpec, targets: TensorSpec, config: Co
 @numba_glue.jit
 def _add_row(tile, state, target, n):
     """A row's next n logits: state holds the maximum, the sum of exponentials, the plain sum and the target's logit."""
-    top, total, plain = row_sums(tile, n, FP32)
+    top, total, plain = row_sums(tile, n, True, FP32)
     before = load(state, 0, FP32)
     grown = before if before > top else top  # written so that NaN of the tile stays
-    base = f32(0) if grown == f32(-np.inf) else grown
+    below = base(grown)
     store(state, 0, grown, FP32)
-    store(state, 1, f32(load(state, 1, FP32) * exp(before - base) + total * exp(top - base)), FP32)
+    store(state, 1, f32(load(state, 1, FP32) * exp(before - below) + total * exp(top - below)), FP32)
     store(state, 2, f32(load(state, 2, FP32) + plain), FP32)
     if 0 <= target < n:
         store(state, 3, load(tile, target, FP32), FP32)

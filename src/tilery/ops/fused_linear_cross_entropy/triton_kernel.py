@@ -14,6 +14,7 @@ from tilery.device import ARCHS
 from tilery.ops.fused_linear_cross_entropy import outputs
 from tilery.parts import triton_losses, triton_tiles
 from tilery.parts.rows import rows
+from tilery.parts.triton_softmax import base
 from tilery.parts.triton_tiles import Tiles, product
 from tilery.spec import Artifact, TensorSpec
 
@@ -83,8 +84,8 @@ def _sum_pieces(
         picked += tl.sum(tl.where(col[None, :] == target[:, None], logits, 0.0), axis=1)
         logits = tl.where(col[None, :] < last, logits, -float("inf"))
         grown = tl.maximum(top, tl.max(logits, axis=1))
-        base = tl.where(grown == -float("inf"), 0.0, grown)
-        total = total * tl.exp(top - base) + tl.sum(tl.exp(logits - base[:, None]), axis=1)
+        below = base(grown)
+        total = total * tl.exp(top - below) + tl.sum(tl.exp(logits - below[:, None]), axis=1)
         top = grown
 
     here = sums_ptr + split.to(tl.int64) * m + row
@@ -106,8 +107,7 @@ def _join(
     target = tl.load(targets_ptr + row, mask=row < m, other=0)
     tops = tl.load(here, mask=mask, other=0.0)
     top = tl.max(tops, axis=0)
-    base = tl.where(tops == -float("inf"), 0.0, tops - top[None, :])
-    total = tl.sum(tl.load(here + step, mask=mask, other=0.0) * tl.exp(base), axis=0)
+    total = tl.sum(tl.load(here + step, mask=mask, other=0.0) * tl.exp(tops - base(top)[None, :]), axis=0)
     plain = tl.sum(tl.load(here + 2 * step, mask=mask, other=0.0), axis=0)
     picked = tl.sum(tl.load(here + 3 * step, mask=mask, other=0.0), axis=0)
     picked = tl.where((target >= 0) & (target < n), picked, float("nan"))

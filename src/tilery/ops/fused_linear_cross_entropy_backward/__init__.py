@@ -7,7 +7,14 @@ from tilery import inputs as draw
 from tilery.op import op
 from tilery.parts import rows
 from tilery.parts.linear_losses import bucket_projection, cases, check_projection, draw_projection
-from tilery.parts.losses import check_targets, check_values, draw_targets
+from tilery.parts.losses import (
+    check_scalars,
+    check_targets,
+    check_values,
+    draw_targets,
+    logit_gradients,
+    look_at_targets,
+)
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case
 
@@ -45,15 +52,18 @@ def bucket(
 
 def inputs(
     m: int, n: int, k: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, ignored: bool = False, device: str = "cuda", seed: int = 0,
+    label_smoothing: float = 0.0, ignore_index: int = -100, z_loss: float = 0.0, ignored: bool = False,
+    outside: bool = False, device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     g = draw.generator(seed, device)
     x, weight = draw_projection(m, n, k, dtype, g, layout, special, batch)
     shape = x.shape[:-1]
     dloss, dlse = (draw.away_from_zero(shape, g) for _ in range(2))
     return {
-        "dloss": dloss, "dlse": dlse, "x": x, "weight": weight, "targets": draw_targets(shape, n, g, ignored),
-        "lse": (x.float() @ weight.float().t()).logsumexp(-1), "label_smoothing": label_smoothing, "z_loss": z_loss,
+        "dloss": dloss, "dlse": dlse, "x": x, "weight": weight,
+        "targets": draw_targets(shape, n, g, ignored, ignore_index, outside),
+        "lse": (x.float() @ weight.float().t()).logsumexp(-1),
+        "label_smoothing": label_smoothing, "ignore_index": ignore_index, "z_loss": z_loss,
     }  # fmt: skip
 
 
@@ -71,11 +81,14 @@ def _torch(
 
 
 @op(
-    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
-    runtime=("label_smoothing", "ignore_index", "z_loss"),
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED, rounds_between=True,
+    runtime=("label_smoothing", "ignore_index", "z_loss"), check_runtime=check_scalars,
     kernels=("numba", "triton"),
     baselines=baselines(torch=_torch, compile=Compiled(_torch)),
     model_sizes=lambda model: [{"n": model.vocab_size, "k": model.hidden_size}],
+    indices=lambda dloss, dlse, x, weight, targets, lse, s, ignore_index, z: look_at_targets(
+        targets, weight.shape[0], ignore_index
+    ),
     cases={
         "test": cases(),
         "bench": [case(m=m, n=128256, k=4096, dtype="bf16") for m in (1024, 4096)],
@@ -88,13 +101,11 @@ def fused_linear_cross_entropy_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of fused_linear_cross_entropy: dx = g · weight, dweight = gᵀ · x, g as of cross_entropy_backward.
 
+    A target that is no class makes NaN of its row of dx, and of all of dweight, to which every row adds.
     x and dx [..., K], weight and dweight [N, K], the others [...].
     """
-    rows_of_x, n = x.reshape(-1, x.shape[-1]), weight.shape[0]
-    logits = rows_of_x @ weight.t()
-    dloss, dlse, lse, wanted = (t.reshape(-1, 1) for t in (dloss, dlse, lse, targets))
-    hits = torch.arange(n, device=x.device) == wanted
-    grad = (logits - lse).exp() * (dloss * (1 + 2 * z_loss * lse) + dlse)
-    grad = grad - dloss * (hits * (1 - label_smoothing) + label_smoothing / n)
-    grad = grad.where(wanted != ignore_index, 0.0).to(x.dtype)
+    rows_of_x = x.reshape(-1, x.shape[-1])
+    dloss, dlse, lse, targets = (t.reshape(-1, 1) for t in (dloss, dlse, lse, targets))
+    scalars = (label_smoothing, ignore_index, z_loss)
+    grad = logit_gradients(dloss, dlse, rows_of_x @ weight.t(), targets, lse, scalars).to(x.dtype)
     return (grad @ weight).reshape(x.shape), grad.t() @ rows_of_x

@@ -54,6 +54,8 @@ def _row_gradients(tile, step, first, count, row, n, given, scalars):
     ignore_index, label_smoothing, z_loss = scalars
     target = integer(targets, row, 8)
     dloss, dlse, lse = load(dlosses, row, FP32), load(dlses, row, FP32), load(lses, row, FP32)
+    if not 0 <= target < n:
+        dloss = f32(np.nan)  # and so is every gradient, unless the row is to be ignored
     for j in range(count):
         logit, hit = load(tile, j * step, FP32), first + j == target
         value = gradient(logit, hit, n, dloss, dlse, lse, label_smoothing, z_loss)

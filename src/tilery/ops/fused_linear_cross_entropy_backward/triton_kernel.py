@@ -88,7 +88,7 @@ def _gradients(
     dloss = tl.load(dloss_ptr + row, mask=row < m, other=0.0)[:, None]
     dlse = tl.load(dlse_ptr + row, mask=row < m, other=0.0)[:, None]
     lse = tl.load(lse_ptr + row, mask=row < m, other=0.0)[:, None]
-    grad = gradient(logits, first + col[None, :] == target, n, dloss, dlse, lse, label_smoothing, z_loss)
+    grad = gradient(logits, first + col[None, :], target, n, dloss, dlse, lse, label_smoothing, z_loss)
     grad = tl.where(target == ignore_index, 0.0, grad)
     here = grad_ptr + row[:, None].to(tl.int64) * piece + col[None, :]
     tl.store(here, grad, mask=(row[:, None] < m) & (col[None, :] < width))

@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilery import inputs as draw
-from tilery.errors import require
+from tilery.errors import BadInput, require
+from tilery.indices import require_between
 from tilery.models.model import Model
 from tilery.op import op
 from tilery.parts import batches
@@ -63,11 +64,25 @@ def bucket(a: TensorSpec, b: TensorSpec, offsets: TensorSpec) -> Bucket:
     return Bucket(exact=f"n={n},k={k},experts={groups},{dtype_name(a.dtype)},{layouts}", scaled={"m": rows})
 
 
+# (rows, groups) -> which offset is spoilt, and what it says.
+WRONG: dict[str, Any] = {
+    "negative": lambda m, groups: (0, -5),
+    "past": lambda m, groups: (groups - 1, m + 1),
+    "past inside": lambda m, groups: (groups // 2, m + 1),
+    "falls": lambda m, groups: (0, m),
+    "largest": lambda m, groups: (groups // 2, 2**31 - 1),
+    "least": lambda m, groups: (groups - 1, -(2**31)),
+}
+
+
 def inputs(
     m: int, n: int, k: int, experts: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none",
-    layout_b: str = "transposed", sizes: str = "", device: str = "cuda", seed: int = 0,
+    layout_b: str = "transposed", sizes: str = "", wrong: str = "none", device: str = "cuda", seed: int = 0,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """b is of weights [G, N, K] unless said otherwise. `sizes`: rows of each group, as 3+0+5; else random ones."""
+    """b is of weights [G, N, K] unless said otherwise. `sizes`: rows of each group, as 3+0+5; else random ones.
+
+    `wrong`: what is the matter with the offsets, one of WRONG.
+    """
     g = draw.generator(seed, device)
     a = draw.matrix(m, k, dtype, g, layout, special)
     b = batches.draw(experts, k, n, dtype, g, layout_b)
@@ -79,6 +94,9 @@ def inputs(
         offsets = torch.tensor(list(accumulate(given)), dtype=torch.int32, device=g.device)
     else:
         offsets = _random_offsets(m, experts, g)
+    if wrong in WRONG and experts:
+        place, end = WRONG[wrong](m, experts)
+        offsets[place] = end
     return {"a": a, "b": b, "offsets": offsets}
 
 
@@ -91,6 +109,15 @@ def _random_offsets(rows: int, groups: int, g: torch.Generator) -> Tensor:
         taken = torch.cat((chosen, more))
         counts = counts.scatter_add(0, taken, torch.ones_like(taken))
     return counts.cumsum(0).to(torch.int32)
+
+
+def _look(a: Tensor, b: Tensor, offsets: Tensor) -> None:
+    require_between("offsets", offsets, 0, a.shape[0])
+    falls = (offsets.diff() < 0).nonzero()
+    if len(falls):
+        i = int(falls[0]) + 1
+        before, came = offsets[i - 1].item(), offsets[i].item()
+        raise BadInput(f"offsets[{i}] must be {before} or more, as the entry before, got {came}")
 
 
 _ends = Saved(lambda offsets: offsets.tolist())  # known to the host: that is not in the time of the loop
@@ -130,6 +157,7 @@ _EXPERTS = [
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
     kernels=("numba", "triton", "cutile"), baselines=baselines(torch=_torch, loop=_loop), model_sizes=model_sizes,
+    indices=_look,
     cases={
         "test": [
             case(m=70, n=33, k=97, experts=5, dtype="fp32"),  # odd tails on every side
@@ -155,6 +183,10 @@ _EXPERTS = [
             case(m=32, n=40, k=64, experts=3, dtype="fp32", special="nan"),
             case(m=32, n=40, k=64, experts=3, dtype="fp16", special="inf"),
             case(m=20, n=24, k=32, experts=2, dtype="fp32", special="nan", sizes="4+3"),  # in a row past the last
+            *(case(m=37, n=40, k=48, experts=4, dtype="fp32", sizes="9+0+12+3", wrong=wrong) for wrong in WRONG),
+            *(case(m=37, n=40, k=48, experts=1, dtype="fp16", wrong=wrong) for wrong in ("past", "least")),
+            case(m=300, n=136, k=72, experts=4, dtype="bf16", wrong="falls"),
+            case(m=37, n=40, k=0, experts=2, dtype="fp32", wrong="past"),
         ],
         "bench": [case(m=m, n=n, k=k, experts=experts, dtype="bf16") for m, n, k, experts in _EXPERTS],
         "bench_cpu": [
@@ -164,9 +196,15 @@ _EXPERTS = [
     },
 )  # fmt: skip
 def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """c[t] = a[t] · b[g] for rows t of group g, 0 past all; a [T, K], b [G, K, N], int32 offsets [G]: groups' ends."""
+    """c[t] = a[t] · b[g] for rows t of group g, 0 past all; a [T, K], b [G, K, N], int32 offsets [G]: groups' ends.
+
+    Offsets must not fall, and lie between 0 and T: otherwise it is not known whose any row is, and all of c is NaN.
+    """
     c, start = a.new_zeros(a.shape[0], b.shape[2]), 0
-    for group, end in enumerate(offsets.tolist()):
+    ends = offsets.tolist()
+    if any(end < before for before, end in pairwise((0, *ends, a.shape[0]))):
+        return c.fill_(float("nan"))
+    for group, end in enumerate(ends):
         c[start:end] = a[start:end] @ b[group]
         start = end
     return c

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import cuda.tile as ct
 import torch
+import torch.nn.functional as F
 
 from tilery.backends import cutile_glue
 from tilery.backends.cutile_glue import Launch
@@ -60,9 +61,8 @@ def _blocks(a, b, config: Config) -> int:
 
 
 def _edges(offsets, groups, count, total):
-    """Where groups end. One more than there are has the rows that are left; whatever is said, it is inside of a."""
-    ends = ct.where(groups >= count, total, ct.gather(offsets, groups))
-    return ct.minimum(ct.maximum(ends, 0), total)
+    """Where groups end. One more than there are has the rows that are left."""
+    return ct.where(groups >= count, total, ct.gather(offsets, groups))
 
 
 @ct.kernel
@@ -73,7 +73,10 @@ def _grouped_matmul(
     count, total, tiles_n = b.shape[0], a.shape[0], ct.cdiv(c.shape[1], TILE_N)
     groups = ct.arange(GROUPS, dtype=ct.int32)
     starts, ends = _edges(offsets, groups - 1, count, total), _edges(offsets, groups, count, total)
-    last = ct.cumsum((ct.maximum(ends - starts, 0) + (TILE_M - 1)) // TILE_M) * tiles_n
+    wrong = ct.max(ct.where(ends < starts, 1, 0)) > 0  # on the way from 0 to T some fall: all rows are left, as NaN
+    starts = ct.where(wrong, ct.where(groups > count, total, 0), starts)
+    ends = ct.where(wrong & (groups < count), 0, ends)
+    last = ct.cumsum((ends - starts + (TILE_M - 1)) // TILE_M) * tiles_n
     passed = last <= ct.bid(0)
     group = ct.sum(ct.where(passed, 1, 0))
     if group <= count:
@@ -88,6 +91,7 @@ def _grouped_matmul(
             a_tile = ct.load(rows, (i, k), (TILE_M, TILE_K), padding_mode=_ZERO)
             b_tile = ct.load(b, (group, k, j), (1, TILE_K, TILE_N), padding_mode=_ZERO)
             acc = ct.mma(a_tile, ct.reshape(b_tile, (TILE_K, TILE_N)), acc)
+        acc = ct.where(wrong, float("nan"), acc)
         ct.store(c.slice(axis=0, start=start, stop=end), (i, j), acc.astype(c.dtype))
 
 
@@ -104,6 +108,7 @@ def compile(specs, config: Config, arch: str) -> Artifact:
 
 def run(outs, args, config: Config) -> None:
     if args[1].numel() == 0:  # sums of nothing; TMA cannot describe an empty array
-        outs[0].zero_()
+        edges = F.pad(F.pad(args[2].long(), (1, 0)), (0, 1), value=args[0].shape[0])
+        outs[0].copy_(torch.where((edges.diff() < 0).any(), float("nan"), 0.0))
         return
     cutile_glue.run(_launch(config, outs, *args))

@@ -49,14 +49,27 @@ def workspace(a: TensorSpec, b: TensorSpec, offsets: TensorSpec, config: Config)
 
 
 @numba_glue.jit
+def _rise(offsets, groups, total):
+    """Whether offsets never fall and lie between 0 and `total`."""
+    before = np.int64(0)
+    for group in range(groups):
+        end = integer(offsets, group, 4)
+        if end < before:
+            return False
+        before = end
+    return before <= total
+
+
+@numba_glue.jit
 def _part(
     thread, threads, a, b, offsets, c, work, size, total, groups, n, k, a0, a1, b_group, b0, b1, tile_m, tile_n, dtype
 ):  # fmt: skip
-    """Every `threads`-th tile, counted through all groups; whatever the offsets say, rows are those of a."""
+    """Every `threads`-th tile, counted through all groups; every `threads`-th row that no group has."""
     own, tiles_n = at(work, thread * size, FP32), (n + tile_n - 1) // tile_n
     turn = start = np.int64(0)
-    for group in range(groups):
-        end = min(max(integer(offsets, group, 4), start), total)
+    sound = _rise(offsets, groups, total)
+    for group in range(groups if sound else 0):
+        end = integer(offsets, group, 4)
         for i in range(start, end, tile_m):
             for t in range(tiles_n):
                 if turn % threads == thread:
@@ -68,7 +81,7 @@ def _part(
         start = end
     for i in range(start + thread, total, threads):
         for j in range(n):
-            store(c, i * n + j, f32(0), dtype)
+            store(c, i * n + j, f32(0) if sound else f32(np.nan), dtype)
 
 
 @numba_glue.kernel

@@ -41,10 +41,18 @@ def _rows(a: TensorSpec, b: TensorSpec) -> int:
 
 @triton.jit
 def _edge(offset_ptr, group, G, T):
-    """Where a group ends. One more than G has the rows that are left; whatever the offsets say, it is inside of a."""
+    """Where a group ends. One more than G has the rows that are left."""
     end = tl.load(offset_ptr + group, mask=(group >= 0) & (group < G), other=0)
-    end = tl.where(group >= G, T, end)
-    return tl.minimum(tl.maximum(end, 0), T)
+    return tl.where(group >= G, T, end)
+
+
+@triton.jit
+def _fill_with_nan(c_ptr, T, N, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Writes the tile of this program, counted through all of c."""
+    rows = (tl.program_id(0) // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M))[:, None].to(tl.int64)
+    columns = (tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    values = tl.full((BLOCK_M, BLOCK_N), float("nan"), tl.float32)
+    tl.store(c_ptr + rows * N + columns, values, mask=(rows < T) & (columns < N))
 
 
 @triton.jit
@@ -54,8 +62,11 @@ def _grouped_matmul(
     EVEN_K: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     groups, tiles_n = tl.arange(0, GROUPS), tl.cdiv(N, BLOCK_N)
-    sizes = _edge(offset_ptr, groups, G, T) - _edge(offset_ptr, groups - 1, G, T)
-    last = tl.cumsum((tl.maximum(sizes, 0) + BLOCK_M - 1) // BLOCK_M, 0) * tiles_n
+    starts, ends = _edge(offset_ptr, groups - 1, G, T), _edge(offset_ptr, groups, G, T)
+    if tl.max((ends < starts).to(tl.int32), 0) > 0:  # from 0 to T some fall, so all that is told is wrong
+        _fill_with_nan(c_ptr, T, N, tiles_n, BLOCK_M, BLOCK_N)
+        return
+    last = tl.cumsum((ends - starts + BLOCK_M - 1) // BLOCK_M, 0) * tiles_n
     passed = last <= tl.program_id(0)
     group = tl.sum(passed.to(tl.int32), 0)
     if group > G:

@@ -30,11 +30,11 @@ def bucket(x: TensorSpec, weight: TensorSpec, bias: TensorSpec) -> Bucket:
 
 def inputs(
     m: int, n: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
-    device: str = "cuda", seed: int = 0,
-) -> dict[str, Tensor]:  # fmt: skip
+    eps: float = 1e-5, device: str = "cuda", seed: int = 0,
+) -> dict[str, Tensor | float]:  # fmt: skip
     g = draw.generator(seed, device)
     x = rows.draw(m, n, dtype, g, layout, special, batch)
-    return {"x": x, "weight": draw.vector(n, dtype, g), "bias": draw.vector(n, dtype, g)}
+    return {"x": x, "weight": draw.vector(n, dtype, g), "bias": draw.vector(n, dtype, g), "eps": eps}
 
 
 def _torch(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -43,7 +43,7 @@ def _torch(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=norms.ALLOWED,
-    runtime=("eps",), kernels=("numba", "triton"),
+    runtime=("eps",), check_runtime=norms.check_eps, kernels=("numba", "triton"),
     baselines=baselines(
         torch=_torch, compile=Compiled(_torch),
         liger=lambda *args: load("liger_kernel.ops").LigerLayerNormFunction.apply(*args),
@@ -51,7 +51,7 @@ def _torch(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     ),
     backward=lambda args, outs, grads: (*layer_norm_backward(grads[0], args[0], args[1], args[3]), None),
     model_sizes=lambda model: [{"n": model.hidden_size}],
-    cases={"test": rows.cases(), **rows.bench_cases()},
+    cases={"test": [*rows.cases(), *norms.eps_cases()], **rows.bench_cases()},
 )  # fmt: skip
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
     """Layer norm of each row: y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias; x, y [..., N], the others [N]."""

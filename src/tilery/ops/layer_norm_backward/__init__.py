@@ -30,12 +30,12 @@ def bucket(dy: TensorSpec, x: TensorSpec, weight: TensorSpec) -> Bucket:
 
 def inputs(
     m: int, n: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
-    device: str = "cuda", seed: int = 0,
+    eps: float = 1e-5, device: str = "cuda", seed: int = 0,
 ) -> dict[str, Tensor | float]:  # fmt: skip
     g = draw.generator(seed, device)
     dy = rows.draw(m, n, dtype, g, "contiguous", "none", batch)
     x = rows.draw(m, n, dtype, g, layout, special, batch)
-    return {"dy": dy, "x": x, "weight": draw.vector(n, dtype, g), "eps": 1e-5}
+    return {"dy": dy, "x": x, "weight": draw.vector(n, dtype, g), "eps": eps}
 
 
 _saved = Saved(lambda x, eps: torch.ops.aten.native_layer_norm(x, x.shape[-1:], None, None, eps)[1:])
@@ -66,7 +66,7 @@ def _gradients(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=norms.ALLOWED,
-    runtime=("eps",), kernels=("numba", "triton"),
+    runtime=("eps",), check_runtime=norms.check_eps, kernels=("numba", "triton"),
     baselines=baselines(torch=_torch, compile=Compiled(_formula)),
     model_sizes=lambda model: [{"n": model.hidden_size}],
     cases={"test": norms.backward_cases(), **rows.bench_cases()},

@@ -9,7 +9,10 @@ from tilery.errors import require
 from tilery.op import op
 from tilery.parts import attention as parts
 from tilery.parts import attention_peers as peers
-from tilery.parts.attention import ALLOWED, Problem, check_packed, check_qkv, pairs
+from tilery.parts.attention import ALLOWED, Problem, pairs
+from tilery.parts.attention_cases import plant
+from tilery.parts.attention_checks import check_packed, check_qkv, check_scale
+from tilery.parts.attention_indices import require_packed
 from tilery.parts.heads import heads
 from tilery.peers import baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
@@ -63,6 +66,13 @@ def problem_of_run(outs: Any, args: tuple[Any, ...]) -> Problem:
     return problem(outs, (*args[:_SCALE], *args[_SCALE + 1 :]), args[_SCALE])
 
 
+def indices(
+    q: Tensor, q_rope: Tensor, k: Tensor, k_rope: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, scale: float | None, causal: bool, layout: str, max_seqlen_q: int, max_seqlen_k: int,
+) -> None:  # fmt: skip
+    require_packed(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+
+
 def cost(*specs: Any) -> Cost:
     """Packed sequences count as if all were as long: their lengths are the device's."""
     outs = outputs(*specs)
@@ -88,11 +98,12 @@ def bucket(*specs: Any) -> Bucket:
 def inputs(
     m: int, heads: int = 2, nope: int = 128, rope: int = 64, value: int = 128, dtype: str = "bf16", batch: int = 1,
     keys: int = -1, causal: bool = True, order: str = "bshd", lengths: str = "", scale: float | None = None,
-    layout: str = "contiguous", special: str = "none", device: str = "cuda", seed: int = 0,
+    wrong: str = "", layout: str = "contiguous", special: str = "none", device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """m queries and so many keys (-1: m) of each sequence; packed ones have `lengths`, as 5+0+7, of both, then NaN.
 
-    Where `layout` is not contiguous, q and q_rope are views of one tensor, as k and v are. `special` is in v.
+    Where `layout` is not contiguous, q and q_rope are views of one tensor, as k and v are. `special` is in v, `wrong`
+    entries (attention_cases.plant) in cu_seqlens.
     """
     g, packed = random.generator(seed, device), order == "thd"
     keys = m if keys < 0 else keys
@@ -110,11 +121,13 @@ def inputs(
     else:
         made = [x.unflatten(0, (batch, m if i < 2 else keys)) for i, x in enumerate(made)]
         made = [x.transpose(1, 2) for x in made] if order == "bhsd" else made
-    ends = torch.tensor([0, *accumulate(long)], dtype=torch.int32, device=g.device) if packed else None
+    edges = [0, *accumulate(long)]
+    ends = [torch.tensor(edges, dtype=torch.int32, device=g.device) if packed else None for _ in range(2)]
+    plant(wrong, q=ends[0], k=ends[1])
     names = ("q", "q_rope", "k", "k_rope", "v")
     bounds = {"max_seqlen_q": max(*long, 1), "max_seqlen_k": max(*long, 1)} if packed else {}
     return {
-        **dict(zip(names, made)), "cu_seqlens_q": ends, "cu_seqlens_k": ends, "scale": scale, "causal": causal,
+        **dict(zip(names, made)), "cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1], "scale": scale, "causal": causal,
         "layout": order, **bounds,
     }  # fmt: skip
 
@@ -145,8 +158,11 @@ _V3: dict[str, Any] = {"heads": 16, "nope": 128, "rope": 64, "value": 128, "dtyp
 
 
 @op(
-    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED, runtime=("scale",),
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
+    rounds_between=True, runtime=("scale",),
+    check_runtime=check_scale,
     kernels=("numba", "triton"), model_sizes=_model_sizes,
+    indices=indices,
     baselines=baselines(torch=lambda *a: peers.default(*_joined(*a)), cudnn=lambda *a: peers.cudnn(*_joined(*a))),
     cases={
         "test": [
@@ -161,6 +177,8 @@ _V3: dict[str, Any] = {"heads": 16, "nope": 128, "rope": 64, "value": 128, "dtyp
             case(m=70, heads=2, dtype="fp16", order="thd", lengths="5+0+70+1", **_SMALL),
             case(m=33, heads=3, dtype="fp32", order="thd", lengths="33+20", causal=False, **_SMALL),
             case(m=40, heads=2, dtype="bf16", order="thd", lengths="40+8", **_SMALL),
+            case(m=20, heads=1, dtype="fp32", order="thd", lengths="5+9+20", wrong="q0:3+q3:1073741824", **_SMALL),
+            case(m=20, heads=2, dtype="fp16", order="thd", lengths="5+20+9", wrong="k3:-7", **_SMALL),
             case(m=1, heads=1, nope=16, rope=16, value=16, dtype="fp32"),
             case(m=5, keys=0, heads=2, dtype="fp32", **_SMALL),  # no key at all: zeros
             case(m=0, keys=5, heads=2, dtype="fp16", **_SMALL),  # nothing to launch
@@ -193,4 +211,4 @@ def mla(
     1 / sqrt(D + R). The last query stands at the last key. A query that sees nothing gives zeros.
     """
     args = (q, q_rope, k, k_rope, v, cu_seqlens_q, cu_seqlens_k, scale, causal, layout, max_seqlen_q, max_seqlen_k)
-    return parts.reference(*_joined(*args)[:17])[0]
+    return parts.reference(*_joined(*args))[0]

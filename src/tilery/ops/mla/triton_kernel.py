@@ -13,7 +13,7 @@ from tilery.ops.mla import outputs, problem, problem_of_run
 from tilery.parts.attention import Problem, pairs
 from tilery.parts.heads import heads
 from tilery.parts.triton_attention import LOG2E, finish, key_range, online, placed, seen
-from tilery.parts.triton_attention_forward import bounds, clear, tile_of_rows
+from tilery.parts.triton_attention_forward import bounds, put_rows, tile_of_rows
 from tilery.parts.triton_attention_plan import L2, Config, archs
 from tilery.parts.triton_tiles import far
 from tilery.spec import Artifact, TensorSpec, Work
@@ -120,9 +120,10 @@ def _span(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=("sequences", "tiles", "band"))
+@triton.jit(do_not_specialize=("sequences", "most_q", "most_k", "tiles", "band"))
 def _mla(
-    q_ptr, q_rope_ptr, k, k_rope, v, out_ptr, cu_q_ptr, cu_k_ptr, sequences, queries, keys, tiles, band,
+    q_ptr, q_rope_ptr, k, k_rope, v, out_ptr, cu_q_ptr, cu_k_ptr, sequences, queries, keys, most_q, most_k,
+    tiles, band,
     q_batch, q_row, q_head, q_rope_batch, q_rope_row, q_rope_head, k_batch, k_row, k_head, k_rope_batch, k_rope_row,
     v_batch, v_row, v_head, out_batch, out_row, out_head, scale,
     HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
@@ -133,11 +134,12 @@ def _mla(
     sequence, head = pair // HEADS * wide, pair % HEADS * wide
     out_ptr += head * out_head
     if cu_q_ptr is not None:  # queries and keys are all tokens
-        begin_q, end_q = bounds(cu_q_ptr, sequence, sequences, queries)
-        if sequence == sequences:
-            clear(out_ptr, None, begin_q + tile * BLOCK_M, end_q, tiles * BLOCK_M, out_row, E, E, BLOCK_M)
+        begin_q, end_q, sound_q = bounds(cu_q_ptr, sequence, sequences, queries, most_q)
+        begin_k, end_k, sound_k = bounds(cu_k_ptr, sequence, sequences, keys, most_k)
+        left, step = sequence == sequences, tiles * BLOCK_M
+        if left | (not (sound_q & sound_k)):
+            put_rows(out_ptr, None, begin_q + tile * BLOCK_M, end_q, step, out_row, left, E, E, BLOCK_M)
             return
-        begin_k, end_k = bounds(cu_k_ptr, sequence, sequences, keys)
         queries, keys = end_q - begin_q, end_k - begin_k
         if tile * BLOCK_M >= queries:
             return
@@ -204,7 +206,7 @@ def _call(p: Problem, config: Config, q_rope, k_rope, layout: str):
     band = max(L2 // (max(p.keys, 1) * (p.size + p.value) * p.q.dtype.itemsize), 1)
     streamed = [_descriptor(x, config.block_n, layout) if config.tma else x for x in (p.k, k_rope, p.v)]
     arguments = (
-        p.q, q_rope, *streamed, p.out, p.cu_q, p.cu_k, p.batch, *tokens, tiles, band,
+        p.q, q_rope, *streamed, p.out, p.cu_q, p.cu_k, p.batch, *tokens, p.queries, p.keys, tiles, band,
         *p.q_strides, *turned_q, *p.k_strides, *turned_k[:2], *p.v_strides, *p.out_strides, p.scale,
     )  # fmt: skip
     constants = {

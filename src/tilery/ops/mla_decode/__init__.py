@@ -4,11 +4,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery import inputs as random
 from tilery.errors import require
 from tilery.op import op
 from tilery.parts import kv_cache, paged_peers
 from tilery.parts.attention import attend, pairs
+from tilery.parts.attention_checks import check_scale
+from tilery.parts.attention_indices import require_pages
+from tilery.parts.mla_decode_cases import draw
+from tilery.parts.paged_attention import in_order
 from tilery.peers import Compiled, baselines
 from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
@@ -90,6 +93,12 @@ def outputs(q: TensorSpec, *_: Any) -> tuple[TensorSpec, ...]:
     return TensorSpec.contiguous(q.shape, q.dtype, q.device), lse
 
 
+def indices(
+    q: Tensor, q_rope: Tensor, cache: Tensor, lengths: Tensor, block_table: Tensor | None, scale: float
+) -> None:
+    require_pages(lengths, block_table, cache, sizes(q, q_rope, cache, block_table).bound, q.shape[1])
+
+
 def cost(
     q: TensorSpec, q_rope: TensorSpec, cache: TensorSpec, lengths: TensorSpec, block_table: TensorSpec | None
 ) -> Cost:
@@ -116,82 +125,7 @@ def allowed(q: TensorSpec, *_: Any) -> dict[torch.dtype, float]:
     return {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
-# Cases
-
-
-def inputs(
-    m: int, context: int, heads: int = 128, latent: int = 512, rope: int = 64, dtype: str = "bf16", queries: int = 1,
-    block_size: int = 0, lengths: str = "full", logits: float = 1.0, layout: str = "contiguous", special: str = "none",
-    device: str = "cuda", seed: int = 0,
-) -> dict[str, Any]:  # fmt: skip
-    """m sequences; block_size 0: a contiguous cache. Where lengths are `ragged`, what is not seen holds NaN.
-
-    Scores are about as large as `logits`. Where `layout` is not contiguous, q and q_rope are views of one tensor.
-    """
-    g = random.generator(seed, device)
-    if layout == "contiguous":
-        q, q_rope = (random.matrix(m * queries * heads, n, dtype, g, special=special) for n in (latent, rope))
-    else:
-        both = random.matrix(m * queries * heads, latent + rope, dtype, g, layout, special)
-        q, q_rope = both.split((latent, rope), -1)
-    q, q_rope = (x.unflatten(0, (m, queries, heads)) for x in (q, q_rope))
-    seen = _lengths(m, context, queries, lengths)
-    cache, table = _cache(seen, context, latent + rope, dtype, block_size, lengths, layout, g)
-    return {
-        "q": q, "q_rope": q_rope, "cache": cache, "lengths": torch.tensor(seen, dtype=torch.int32, device=device),
-        "block_table": table, "scale": logits * (latent + rope) ** -0.5,
-    }  # fmt: skip
-
-
-def _lengths(m: int, context: int, queries: int, kind: str) -> list[int]:
-    """Ragged: the longest, none at all, fewer than there are queries, then all sorts."""
-    if kind == "full":
-        return [context] * m
-    return [context, 0, max(queries - 1, 1), *((7 * i) % (context + 1) for i in range(3, m))][:m]
-
-
-def _cache(
-    seen: list[int], context: int, width: int, dtype: str, block: int, kind: str, layout: str, g: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Keys of every sequence and, if there are blocks, where they lie: all over a pool that has some more."""
-    most = -(-context // block) if block else 0
-    shape = (len(seen) * most + 3, block, width) if block else (len(seen), context, width)
-    cache = _laid(shape, random.dtype_of(dtype), layout, g)
-    if kind == "full":
-        cache.copy_(torch.randn(shape, generator=g, device=g.device))
-    else:
-        cache.fill_(float("nan"))
-    order = torch.randperm(shape[0], generator=g, device=g.device)
-    table = torch.full((len(seen), most), 2**30, dtype=torch.int32, device=g.device) if block else None
-    for s, length in enumerate(seen):
-        if table is not None:
-            used = -(-length // block)
-            table[s, :used] = order[s * most : s * most + used].to(torch.int32)
-        if kind != "full":
-            _fill(cache, table, s, length, order, most, g)
-    return cache, table
-
-
-def _laid(shape: tuple[int, int, int], kind: torch.dtype, layout: str, g: Any) -> Tensor:
-    """Tokens with a gap behind each; `far`: more than 2**31 elements from the first block to the last."""
-    apart = shape[2] + {"contiguous": 0, "misaligned": 3}.get(layout, 8)
-    far = (2**31 // max(shape[0] - 1, 1) // 64 + 1) * 64 if layout == "far" else 0
-    strides = max(apart * max(shape[1], 1), far), apart, 1
-    reach = sum((size - 1) * step for size, step in zip(shape, strides)) + 1 if all(shape) else 0
-    return torch.empty(reach, dtype=kind, device=g.device).as_strided(shape, strides)
-
-
-def _fill(cache: Tensor, table: Tensor | None, s: int, length: int, order: Tensor, most: int, g: Any) -> None:
-    """What sequence s sees."""
-    block = cache.shape[1]
-    for start in range(0, length, block):
-        count = min(block, length - start)
-        values = torch.randn(count, cache.shape[2], generator=g, device=g.device).to(cache.dtype)
-        if table is None:
-            cache[s, start : start + count] = values
-        else:
-            here = s * most + start // block
-            cache[order[here : here + 1], :count] = values
+# Peers and cases
 
 
 def _ready(q: Tensor, cache: Tensor, lengths: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -240,9 +174,11 @@ _BENCH: dict[str, Any] = {**_DEEPSEEK, "block_size": 64, "dtype": "bf16"}
 
 
 @op(
-    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=allowed, runtime=("scale",),
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=draw, allowed=allowed,
+    rounds_between=True, runtime=("scale",),
+    check_runtime=check_scale,
     kernels=("numba", "triton", "cutile"), baselines=baselines(torch=_sdpa, compile=_compiled),
-    model_sizes=lambda model: _model_sizes(model),
+    model_sizes=lambda model: _model_sizes(model), indices=indices,
     cases={
         "test": [
             case(m=2, context=70, block_size=64, dtype="fp32", **_SMALL),
@@ -256,6 +192,12 @@ _BENCH: dict[str, Any] = {**_DEEPSEEK, "block_size": 64, "dtype": "bf16"}
             case(m=4, context=90, dtype="fp16", queries=2, lengths="ragged", **_SMALL),  # contiguous
             case(m=2, context=33, dtype="fp32", queries=16, **_SMALL),
             case(m=2, context=600, heads=2, latent=16, rope=16, dtype="fp32", block_size=128),  # in several pieces
+            case(m=4, context=40, dtype="fp16", queries=2, wrong="l0:-1+l1:41+l2:1073741824", **_SMALL),
+            case(
+                m=6, context=48, queries=3, dtype="fp16", block_size=16, **_SMALL,
+                wrong="t1:-1+t5:21+t6:2147483647+t11:-2147483648+t14:21+l4:33",
+            ),  # the fifth has a page that its last query alone sees
+            case(m=2, context=600, heads=2, latent=16, rope=16, dtype="fp32", block_size=128, wrong="l0:601+t7:-1"),
             case(m=1, context=1, block_size=64, heads=8, latent=16, rope=16, dtype="fp32"),  # one key
             case(m=2, context=0, dtype="fp32", **_SMALL),  # no key at all
             case(m=2, context=0, block_size=64, dtype="fp16", **_SMALL),
@@ -284,14 +226,18 @@ def mla_decode(
     q [B, Q, H, L] with the keys' projection absorbed, q_rope [B, Q, H, R]; cache [blocks, block_size, L + R] with
     block_table [B, most], as docs/kv_cache.md says, or [B, S, L + R] with None. lengths [B] counts the keys, those of
     the Q tokens among them: token t sees keys up to lengths - Q + t. out [B, Q, H, L], lse [B, H, Q]; a token that sees
-    none has zeros and -inf. A sequence gives the same bits in any batch.
+    none has zeros and -inf; one that sees a page that is not there, or of a length that cannot be, NaN.
+    A sequence gives the same bits in any batch.
     """
-    out, lse = torch.zeros_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
+    out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[0], q.shape[2], q.shape[1]), torch.nan)
     for s, length in enumerate(lengths.tolist()):
-        keys = cache[s]
-        if block_table is not None:
-            used = block_table[s, : -(-length // cache.shape[1])].long()
-            keys = cache[used].flatten(0, 1)
+        if not 0 <= length <= sizes(q, q_rope, cache, block_table).bound:
+            continue
+        keys = (
+            cache[s]
+            if block_table is None
+            else in_order(cache, block_table[s, : -(-length // cache.shape[1])], torch.nan)
+        )
         for t in range(q.shape[1]):  # its heads are queries of one head, so that no key is copied for each
             seen = keys[: max(length - q.shape[1] + t + 1, 0)].unsqueeze(1)
             rows = torch.cat((q[s, t], q_rope[s, t]), -1).unsqueeze(1)

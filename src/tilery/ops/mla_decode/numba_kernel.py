@@ -20,8 +20,9 @@ def _task(outs: Any, specs: Any, scale: float = 1.0) -> Task:
         table=0 if table is None else table.stride(0) * 4,
     )  # fmt: skip
     shape = Sizes(
-        s.batch, 1, s.heads, s.queries, s.bound, s.latent, s.latent + s.rope, s.latent, q_rest=s.rope, page=s.block
-    )
+        s.batch, 1, s.heads, s.queries, s.bound, s.latent, s.latent + s.rope, s.latent,
+        q_rest=s.rope, page=s.block, pages=cache.shape[0],
+    )  # fmt: skip
     tensors = Tensors(q, cache, cache, out, lse, q_rest=q_rope, lengths=lengths, table=table)
     return Task(tensors, strides, shape, Rules(scale, causal=1), Kinds(kind, kind, kind))
 

@@ -149,10 +149,11 @@ def _weighted(acc, weights, keys, SWAPPED: tl.constexpr):
 
 
 @triton_glue.early
-@triton.jit(do_not_specialize=("sequences", "splits", "bound"))
+@triton.jit(do_not_specialize=("sequences", "splits", "pages", "bound"))
 def _attend(
     q_ptr, q_rope_ptr, cache_ptr, lengths_ptr, table_ptr, out_ptr, lse_ptr, parts_ptr, stats_ptr,
-    scale, sequences, splits, bound, q_batch, q_token, q_head, r_batch, r_token, r_head, c_block, c_token, t_batch,
+    scale, sequences, splits, pages, bound,
+    q_batch, q_token, q_head, r_batch, r_token, r_head, c_block, c_token, t_batch,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SWAPPED: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
     DEPTH: tl.constexpr, FAR: tl.constexpr,
@@ -164,7 +165,9 @@ def _attend(
     b, split = tl.program_id(0) // (blocks * splits), tl.program_id(0) // blocks % splits
     take_over()
     hand_over()
-    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 0), bound)
+    length = tl.load(lengths_ptr + b)
+    sound = (length >= 0) & (length <= bound)
+    length = tl.where(sound, length, 0)
     _, size = cut(length, QUERIES, 0, SPLITS, CHUNK, 1, False)
     first, last = split * size, tl.minimum(split * size + size, length)
     if (first >= length) & (split > 0):  # the first split of an empty sequence has nothing to say, and says it
@@ -188,12 +191,19 @@ def _attend(
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((LATENT, ROWS) if SWAPPED else (ROWS, LATENT), tl.float32)
+    # The first key whose page is not there, one number or of each key of a tile.
+    wrong = tl.full((KEYS,) if PAGE > 0 and PAGE < KEYS else (), 2**31 - 1, tl.int32)
     page = page_of(table_ptr, b, first, last, PAGE, KEYS)
     for start in range(first, last, KEYS):
         key = start + tl.arange(0, KEYS)
-        seen = (key < last)[:, None]
+        here = key < last
         if not AHEAD:
             page = page_of(table_ptr, b, start, last, PAGE, KEYS)
+        if PAGE > 0:
+            missing = (page < 0) | (page >= pages)
+            page, here = tl.where(missing, 0, page), here & (missing == 0)
+            wrong = tl.where(missing, tl.minimum(wrong, key if PAGE < KEYS else start), wrong)
+        seen = here[:, None]
         base, each = offsets(page, start, c_block, c_token, PAGE, KEYS, FAR)
         if AHEAD:
             page = page_of(table_ptr, b, start + KEYS, last, PAGE, KEYS)
@@ -218,11 +228,14 @@ def _attend(
     # Counted anew, in other numbers: what was counted before the loop would be kept in registers through it.
     rows = b * (QUERIES * HEADS) + tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     inside = rows < (b + 1) * (QUERIES * HEADS)
+    if PAGE > 0:
+        wrong = tl.min(wrong, 0) if PAGE < KEYS else wrong
+        total = tl.where(length - QUERIES + (rows // HEADS - b * QUERIES) >= wrong, float("nan"), total)
     if parts_ptr is not None:
         all_rows = sequences.to(tl.int64) * (QUERIES * HEADS)
         keep(parts_ptr, stats_ptr, found, top, total, rows, split, inside, all_rows, splits, LATENT, LATENT)
     else:
-        share, lse = finish(top, total)
+        share, lse = finish(top, tl.where(sound, total, float("nan")))
         tl.store(out_ptr + rows[:, None] * LATENT + latent[None, :], found * share[:, None], mask=inside[:, None])
         head, token = rows % HEADS, rows // HEADS - b * QUERIES
         tl.store(lse_ptr + (b * HEADS + head) * QUERIES + token, lse, mask=inside)
@@ -235,8 +248,8 @@ def _launches(config: Config, outs, q, q_rope, cache, lengths, block_table, scal
     strides = [x.stride(d) for x in (q, q_rope) for d in (0, 1, 2)] + [cache.stride(0), cache.stride(1)]
     table = 0 if block_table is None else block_table.stride(0)
     arguments = (
-        q, q_rope, cache, lengths, block_table, *outs, parts, stats, float(scale), s.batch, splits, s.bound,
-        *strides, table,
+        q, q_rope, cache, lengths, block_table, *outs, parts, stats,
+        float(scale), s.batch, splits, int(cache.shape[0]), s.bound, *strides, table,
     )  # fmt: skip
     constants = {
         "QUERIES": s.queries, "HEADS": s.heads, "LATENT": s.latent, "ROPE": s.rope, "PAGE": s.block,

@@ -1,4 +1,3 @@
-import functools
 from typing import Any
 
 import torch
@@ -8,9 +7,9 @@ from torch import Tensor
 from tilery import inputs as random
 from tilery.errors import require
 from tilery.op import op
-from tilery.parts import heads, rope_peers
+from tilery.parts import heads, norms, rope_peers
 from tilery.peers import Compiled, baselines
-from tilery.spec import Bucket, Cost, TensorSpec, dtype_name
+from tilery.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
 
 
 def check(
@@ -39,15 +38,33 @@ def bucket(q: TensorSpec, k: TensorSpec, q_weight: Any, k_weight: Any, cos: Tens
     return heads.bucket(q, k, cos, layout, interleaved)
 
 
-@functools.wraps(heads.draw)
-def inputs(**params: Any) -> dict[str, Any]:
-    drawn = heads.draw(**params)
+_draw = heads.draw  # a case's `heads` hides the module
+
+
+def inputs(
+    m: int, heads: int = 3, kv_heads: int = 2, n: int = 16, dtype: str = "bf16", batch: int = 1, rotary: int = 0,
+    order: str = "bshd", places: str = "none", angles: str = "fp32", interleaved: bool = False,
+    layout: str = "contiguous", special: str = "none", eps: float = 1e-6, offset: float = 0.0,
+    device: str = "cuda", seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    drawn = _draw(
+        m, heads, kv_heads, n, dtype, batch, rotary, order, places, angles, interleaved, layout, special, device, seed
+    )
     del drawn["v"]
-    q = drawn["q"]
-    g = random.generator(params["seed"] + 1 if "seed" in params else 1, q.device)
+    g = random.generator(seed + 1, drawn["q"].device)
     for name in ("q_weight", "k_weight"):
-        drawn[name] = random.vector(q.shape[-1], dtype_name(q.dtype), g)
-    return drawn
+        drawn[name] = random.vector(n, dtype, g)
+    return drawn | {"eps": eps, "offset": offset}
+
+
+def _cases() -> list[Case]:
+    more: dict[str, Any] = {"m": 3, "heads": 3, "kv_heads": 2, "n": 64}
+    return [
+        *heads.cases(),
+        case(**more, dtype="fp32", eps=0.5, offset=1.0),
+        case(**more, dtype="fp16", eps=0.0, rotary=32, interleaved=True),
+        case(**more, dtype="bf16", eps=2.0, offset=-0.5, rotary=32),
+    ]
 
 
 def _torch(
@@ -61,9 +78,11 @@ def _torch(
 
 @op(
     check=check, outputs=lambda *specs: (), cost=cost, bucket=bucket, inputs=inputs, allowed=heads.ALLOWED,
-    mutates=("q", "k"), runtime=("eps", "offset"), kernels=("numba", "triton"), model_sizes=heads.model_sizes,
+    mutates=("q", "k"), runtime=("eps", "offset"), check_runtime=norms.check_eps,
+    kernels=("numba", "triton"), model_sizes=heads.model_sizes,
     baselines=baselines(torch=_torch, compile=Compiled(_torch)),
-    cases={"test": heads.cases(), **heads.bench_cases()},
+    indices=lambda q, k, q_weight, k_weight, cos, sin, positions, *how: heads.look_at_positions(cos, positions),
+    cases={"test": _cases(), **heads.bench_cases()},
 )  # fmt: skip
 def qk_norm_rope_(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None,

@@ -29,11 +29,11 @@ def bucket(x: TensorSpec, weight: TensorSpec) -> Bucket:
 
 def inputs(
     m: int, n: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
-    heads: int = 0, offset: float = 0.0, device: str = "cuda", seed: int = 0,
+    heads: int = 0, eps: float = 1e-6, offset: float = 0.0, device: str = "cuda", seed: int = 0,
 ) -> dict[str, Tensor | float]:  # fmt: skip
     g = draw.generator(seed, device)
     x = norms.draw_rows(m, n, dtype, g, layout, special, batch, heads)
-    return {"x": x, "weight": draw.vector(n, dtype, g), "offset": offset}
+    return {"x": x, "weight": draw.vector(n, dtype, g), "eps": eps, "offset": offset}
 
 
 def _torch(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -42,7 +42,7 @@ def _torch(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=norms.ALLOWED,
-    runtime=("eps", "offset"),
+    runtime=("eps", "offset"), check_runtime=norms.check_eps,
     kernels=("numba", "triton", "cutile", "cuda", "tilelang", "cupy", "numba_cuda"),
     first=rows.cuda_first(16384, many=131072),
     baselines=baselines(

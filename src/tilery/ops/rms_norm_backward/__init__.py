@@ -30,12 +30,12 @@ def bucket(dy: TensorSpec, x: TensorSpec, weight: TensorSpec) -> Bucket:
 
 def inputs(
     m: int, n: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
-    heads: int = 0, offset: float = 0.0, device: str = "cuda", seed: int = 0,
+    heads: int = 0, eps: float = 1e-6, offset: float = 0.0, device: str = "cuda", seed: int = 0,
 ) -> dict[str, Tensor | float]:  # fmt: skip
     g = draw.generator(seed, device)
     x = norms.draw_rows(m, n, dtype, g, layout, special, batch, heads)
     dy = norms.draw_rows(m * max(heads, 1), n, dtype, g, "contiguous", "none", batch).view(x.shape)
-    return {"dy": dy, "x": x, "weight": draw.vector(n, dtype, g), "eps": 1e-6, "offset": offset}
+    return {"dy": dy, "x": x, "weight": draw.vector(n, dtype, g), "eps": eps, "offset": offset}
 
 
 _saved_rstd = Saved(lambda x, eps: torch.ops.aten._fused_rms_norm(x, x.shape[-1:], None, eps)[1])
@@ -64,7 +64,7 @@ def _gradients(dy: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float)
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=norms.ALLOWED,
-    runtime=("eps", "offset"), kernels=("numba", "triton"),
+    runtime=("eps", "offset"), check_runtime=norms.check_eps, kernels=("numba", "triton"),
     baselines=baselines(torch=torch_backward, compile=Compiled(formula)),
     model_sizes=lambda model: [{"n": model.hidden_size}],
     cases={

@@ -35,14 +35,14 @@ def bucket(x: TensorSpec, weight: TensorSpec, per: str, layout: str, pow2: bool,
 
 def inputs(
     m: int, n: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
-    offset: float = 0.0, per: str = "token", scales: str = "row", pow2: bool = False, format: str = "e4m3",
-    device: str = "cuda", seed: int = 0,
+    eps: float = 1e-6, offset: float = 0.0, per: str = "token", scales: str = "row", pow2: bool = False,
+    format: str = "e4m3", device: str = "cuda", seed: int = 0,
 ) -> dict[str, Tensor | float | str | bool]:  # fmt: skip
     """`layout` is x's, `scales` that of the scales."""
     g = draw.generator(seed, device)
     x, weight = rows.draw(m, n, dtype, g, layout, special, batch), draw.vector(n, dtype, g)
     choices = {"per": per, "layout": scales, "pow2": pow2, "format": format}
-    return {"x": x, "weight": weight, "offset": offset, **choices}
+    return {"x": x, "weight": weight, "eps": eps, "offset": offset, **choices}
 
 
 def quantised_torch(y: Tensor, per: str, layout: str, pow2: bool, format: str) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,8 @@ def _torch(
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=fp8.ALLOWED,
-    runtime=("eps", "offset"), kernels=("numba", "triton", "cuda"), first=rows.cuda_first(8192),
+    runtime=("eps", "offset"), check_runtime=norms.check_eps,
+    kernels=("numba", "triton", "cuda"), first=rows.cuda_first(8192),
     baselines=baselines(torch=_torch, compile=Compiled(_torch)),
     model_sizes=lambda model: [{"n": model.hidden_size}],
     cases={"test": norms.fp8_cases(), **norms.fp8_bench_cases()},

@@ -49,6 +49,7 @@ def _backward(args: tuple[Any, ...], outs: tuple[Tensor, ...], grads: tuple[Tens
         torch=rope_peers.rope, compile=Compiled(rope_peers.rope),
         liger=rope_peers.cloned(rope_peers.liger_), tilegym=rope_peers.cloned(rope_peers.tilegym_),
     ),
+    indices=lambda q, k, cos, sin, positions, *how: heads.look_at_positions(cos, positions),
     cases={"test": heads.cases(), **heads.bench_cases()},
 )  # fmt: skip
 def rope(

@@ -20,6 +20,7 @@ def cost(q: TensorSpec, k: TensorSpec, cos: TensorSpec, sin: TensorSpec, positio
         torch=rope_peers.rope_, compile=Compiled(rope_peers.rope_),
         liger=rope_peers.liger_, tilegym=rope_peers.tilegym_,
     ),
+    indices=lambda q, k, cos, sin, positions, *how: heads.look_at_positions(cos, positions),
     cases={"test": heads.cases(), **heads.bench_cases()},
 )  # fmt: skip
 def rope_(

@@ -45,6 +45,7 @@ def _torch(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> tuple
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=heads.ALLOWED,
     kernels=("numba", "triton"), model_sizes=heads.model_sizes,
     baselines=baselines(torch=_torch, compile=Compiled(_torch)),
+    indices=lambda dq, dk, cos, sin, positions, *how: heads.look_at_positions(cos, positions),
     cases={
         "test": [c for c in heads.cases() if "layout" not in c.params and "special" not in c.params],
         **heads.bench_cases(),

@@ -45,24 +45,28 @@ _draw = heads.draw  # a case's `heads` hides the module
 
 def inputs(
     m: int, heads: int = 3, kv_heads: int = 2, n: int = 16, dtype: str = "bf16", rotary: int = 0,
-    places: str = "int32", interleaved: bool = False, block_size: int = 16, format: str = "none", per: str = "tensor",
-    skip: bool = True, layout: str = "contiguous", special: str = "none", device: str = "cuda", seed: int = 0,
+    places: str = "int32", angles: str = "fp32", interleaved: bool = False, block_size: int = 16, format: str = "none",
+    per: str = "tensor", skip: bool = True, outside: bool = False, layout: str = "contiguous", special: str = "none",
+    device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """`format` none: the cache is of `dtype`; `per` tensor or head: its scales."""
+    """`format` none: the cache is of `dtype`; `per` tensor, head or both (v's per head): its scales.
+
+    `outside`: some slots are none of the cache.
+    """
     drawn = _draw(
-        m, heads, kv_heads, n, dtype, rotary=rotary, order="thd", places=places, interleaved=interleaved,
-        layout=layout, special=special, device=device, seed=seed,
+        m, heads, kv_heads, n, dtype, rotary=rotary, order="thd", places=places, angles=angles,
+        interleaved=interleaved, layout=layout, special=special, device=device, seed=seed,
     )  # fmt: skip
     del drawn["layout"]
     g = random.generator(seed + 1, device)
     kind = random.dtype_of(dtype if format == "none" else format)
     shape = (m // block_size + 2, block_size, kv_heads, n)
     k_cache, v_cache = kv_cache.draw(shape, kind, layout != "contiguous", g)
-    slots = kv_cache.draw_slots(m, k_cache, skip, drawn["positions"].dtype, g)
+    slots = kv_cache.draw_slots(m, k_cache, skip, drawn["positions"].dtype, g, outside)
     scales: list[Tensor | None] = [None, None]
     if format != "none":
-        count = 1 if per == "tensor" else kv_heads
-        scales = [torch.rand(count, generator=g, device=g.device) * 0.1 + 0.02 for _ in range(2)]
+        counts = {"tensor": (1, 1), "head": (kv_heads, kv_heads), "both": (1, kv_heads)}[per]
+        scales = [torch.rand(count, generator=g, device=g.device) * 0.1 + 0.02 for count in counts]
     return {**drawn, "k_cache": k_cache, "v_cache": v_cache, "slots": slots, "k_scale": scales[0], "v_scale": scales[1]}
 
 
@@ -78,13 +82,19 @@ def _torch(
     v_cache[where] = kv_cache.stored(v, v_scale, v_cache.dtype)
 
 
+def _look(q: Any, k: Any, v: Any, k_cache: Tensor, v_cache: Any, cos: Tensor, sin: Any, *rest: Any) -> None:
+    positions, slots, *_ = rest
+    heads.look_at_positions(cos, positions)
+    kv_cache.look_at_slots(slots, k_cache)
+
+
 _LLAMA: dict[str, Any] = {"heads": 32, "kv_heads": 8, "n": 128, "dtype": "bf16", "skip": False}
 
 
 @op(
     check=check, outputs=lambda *specs: (), cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
     mutates=("q", "k_cache", "v_cache"), kernels=("numba", "triton"), model_sizes=heads.model_sizes,
-    baselines=baselines(torch=_torch, compile=Compiled(_torch)),
+    baselines=baselines(torch=_torch, compile=Compiled(_torch)), indices=_look,
     cases={
         "test": [
             case(m=4, heads=2, kv_heads=1, n=6, dtype="fp32"),
@@ -95,6 +105,7 @@ _LLAMA: dict[str, Any] = {"heads": 32, "kv_heads": 8, "n": 128, "dtype": "bf16",
             case(m=7, heads=4, kv_heads=2, n=64, dtype="fp16", format="e4m3"),
             case(m=7, heads=4, kv_heads=2, n=64, dtype="fp32", format="e5m2", per="head", interleaved=True),
             case(m=5, heads=8, kv_heads=2, n=128, dtype="bf16", format="e4m3", per="head"),
+            case(m=5, heads=4, kv_heads=2, n=64, dtype="fp16", format="e4m3", per="both", angles="same"),
             case(m=4, heads=4, kv_heads=2, n=80, dtype="fp16", rotary=24, format="e4m3", layout="padded"),
             case(m=1, heads=1, kv_heads=1, n=2, dtype="fp32"),
             case(m=0, heads=4, kv_heads=2, n=64, dtype="fp32"),
@@ -102,6 +113,9 @@ _LLAMA: dict[str, Any] = {"heads": 32, "kv_heads": 8, "n": 128, "dtype": "bf16",
             case(m=4, heads=3, kv_heads=2, n=64, dtype="bf16", layout="misaligned"),
             case(m=3, heads=2, kv_heads=1, n=64, dtype="fp16", layout="far"),
             case(m=6, heads=2, kv_heads=1, n=32, dtype="fp32", places="outside"),
+            case(m=6, heads=2, kv_heads=1, n=32, dtype="fp16", places="outside32"),
+            case(m=8, heads=2, kv_heads=1, n=32, dtype="fp32", places="int64", outside=True),
+            case(m=8, heads=2, kv_heads=1, n=32, dtype="bf16", outside=True, format="e4m3"),
             case(m=3, heads=2, kv_heads=1, n=32, dtype="fp32", special="nan"),
             case(m=3, heads=2, kv_heads=1, n=32, dtype="fp16", special="inf"),
         ],
@@ -116,7 +130,8 @@ def rope_cache_write_(
     """q = rope(q) in place; k_cache[slot] = rope(k) / k_scale and v_cache[slot] = v / v_scale for every token's slot.
 
     q [T, H, D], k and v [T, kv_heads, D], caches [blocks, block_size, kv_heads, D]; cos, sin and positions are rope's.
-    docs/kv_cache.md says what slots and scales are; a token with slot -1 is turned and not cached. k itself is kept.
+    docs/kv_cache.md says what slots and scales are; no two tokens may have the same slot. A token with slot -1, or any
+    other that the caches do not have, is turned and not cached. k itself is kept.
     """
     how = cos, sin, positions, "thd", interleaved
     q.copy_(heads.turned(q, *how))

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tilery import inputs as draw
+from tilery.errors import BadInput
 from tilery.op import op
 from tilery.ops.argmax import ALLOWED, bucket, check, outputs
 from tilery.parts import rows
@@ -12,6 +13,22 @@ from tilery.peers import Compiled, baselines
 from tilery.spec import Case, Cost, TensorSpec, case
 
 _CLOSEST = 1 - 2.0**-24  # to 1, in fp32
+
+
+_COLDEST, _HOTTEST = 1e-30, 1e30  # logits that are divided by them stay in the range of fp32
+
+
+def check_runtime(seed: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """At every call, so without a message until it is needed; written so that NaN is refused."""
+    if not (_COLDEST <= temperature <= _HOTTEST or -math.inf < temperature <= 0):
+        known = f"0 or less, which takes the largest logit, or from {_COLDEST} to {_HOTTEST}"
+        raise BadInput(f"temperature must be {known}, got {temperature}")
+    if top_k < 0:
+        raise BadInput(f"top_k must be 0, which keeps all, or more, got {top_k}")
+    if not 0 <= top_p <= 1:
+        raise BadInput(f"top_p must be from 0 to 1, which keeps all, got {top_p}")
+    if not 0 <= min_p <= 1:
+        raise BadInput(f"min_p must be from 0, which keeps all, to 1, got {min_p}")
 
 
 def cost(logits: TensorSpec) -> Cost:
@@ -86,6 +103,11 @@ def _cases() -> list[Case]:
         case(m=4, n=200, dtype="bf16", top_p=0.5),
         case(m=4, n=200, dtype="fp32", temperature=2.0, min_p=0.1),
         case(m=4, n=200, dtype="fp32", temperature=0.0, top_k=3),  # the largest
+        case(m=4, n=200, dtype="fp16", temperature=-1.0, top_p=0.5),
+        case(m=4, n=200, dtype="fp32", temperature=1e-30),
+        case(m=4, n=200, dtype="fp32", temperature=1e30, top_k=7),
+        case(m=4, n=200, dtype="fp32", top_p=0.0),
+        case(m=4, n=200, dtype="fp32", min_p=1.0, top_k=1000),
         case(m=1, n=1, dtype="fp32", top_p=0.1),
         case(m=0, n=128, dtype="fp32"),  # nothing to launch
         case(m=2, n=96, dtype="fp32", batch=3, top_k=9),  # [batch, m, n]
@@ -101,7 +123,7 @@ def _cases() -> list[Case]:
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
-    runtime=("seed", "temperature", "top_k", "top_p", "min_p"),
+    runtime=("seed", "temperature", "top_k", "top_p", "min_p"), check_runtime=check_runtime,
     kernels=("numba", "triton"),
     baselines=baselines(torch=_torch, compile=_torch_compile),
     model_sizes=lambda model: [{"n": model.vocab_size}],
@@ -124,7 +146,8 @@ def sample(
     those with min_p times the probability of the largest; values equal to the last one kept are kept too. Of them wins
     the largest logit / temperature - log(e), e = -log(1 - (w + 1/2) / 2³²), of equals the first. w is word c // q of
     Philox 4x32-10 under the key seed, of the counter (c % q, row, 0, 0), for column c and q = 16 · ceil(N / 64).
-    A temperature of 0 or less takes the largest logit. NaN counts as -inf; without anything larger the index is 0.
+    A temperature of 0 or less takes the largest logit; others must be from 1e-30 to 1e30, top_p and min_p from 0 to 1.
+    NaN counts as -inf; without anything larger the index is 0.
     logits [..., N], result [...] int64.
     """
     n = logits.shape[-1]

@@ -50,7 +50,7 @@ def _rows(x, weights, indices, x_stride, first, last, n, k, renormalize, dtype):
     for row in range(first, last):
         x_row = at(x, row * x_stride, dtype)
         _pick(x_row, n, k, found, places, dtype)
-        top, total, _ = row_sums(x_row, n, dtype)
+        top, total, _ = row_sums(x_row, n, False, dtype)
         if renormalize:
             total = f32(0)
             for i in range(k):

@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 from tilery.backends import numba_glue
 from tilery.backends.numba_glue import ZERO, at, move
 from tilery.ops.transpose import outputs
-from tilery.parts import numba_rows
+from tilery.parts import numba_rows, numba_stream
 from tilery.parts.numba_rows import Config, archs
 from tilery.parts.numba_stream import LINE, finish, store_past, too_large
 from tilery.parts.rows import rows
@@ -116,10 +116,10 @@ def _bands(first, last, x, y, x_stride, m, n, past, dtype):
 
 
 @numba_glue.kernel
-def _transpose(threads, x, y, x_stride, batch, m, n, dtype):
+def _transpose(threads, x, y, x_stride, batch, m, n, least, dtype):
     side = _square(dtype)
     bands = batch * ((m + side - 1) // side) * ((n + _WIDE - 1) // _WIDE)
-    past = at(0, side, dtype) == LINE and too_large(y, batch * n, m, dtype)
+    past = at(0, side, dtype) == LINE and too_large(y, batch * n, m, least, dtype)
     if threads > 1:
         for i in prange(threads):
             part = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
@@ -131,7 +131,7 @@ def _transpose(threads, x, y, x_stride, batch, m, n, dtype):
 def _arguments(outs, x):
     """The launch arguments, of tensors for `run` and of specs for `compile`."""
     (count, n, stride), m = rows(x), x.shape[-2]
-    return (x, outs[0]), stride, count // max(m, 1), m, n
+    return (x, outs[0]), stride, count // max(m, 1), m, n, numba_stream.LEAST
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:

@@ -1,0 +1,89 @@
+"""Results that Numba kernels move past the caches, as large ones are: small ones are made to go the same way here."""
+
+import pytest
+
+from tilery import backends
+from tilery.op import REGISTRY
+from tilery.spec import case
+from tilery.workbench.check import check, poisoned
+from tilery.workbench.compile import specs_for
+
+if why := backends.missing("numba"):
+    pytest.skip(why, allow_module_level=True)
+
+from tilery.backends.numba_glue import STORAGE
+from tilery.parts import numba_stream
+from tilery.parts.numba_rows import Config
+from tilery.parts.numba_stream import BLOCK, LINE
+
+ROWS = ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward", "cast", "transpose")
+SPECIAL = ("softmax", "log_softmax", "cast", "transpose")  # whose inputs may be asked to hold NaN and infinities
+
+
+def streamed(op, problem):
+    """Whether the kernel would move the result of this case past the caches."""
+    (out,) = op.outputs(*specs_for(op, problem, "cpu"))
+    rows = out.nbytes // out.dtype.itemsize // out.shape[-1]
+    address = poisoned(out).data_ptr()
+    return numba_stream.too_large(address, rows, out.shape[-1], numba_stream.LEAST, STORAGE[out.dtype])
+
+
+def problem_of(name, line, dtype, **more):
+    """`line` elements of the result's last dimension, which is the first one of what is transposed."""
+    sizes = {"m": line, "n": 37} if name == "transpose" else {"m": 7, "n": line}
+    return case(**sizes, dtype=dtype, **more)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    monkeypatch.setattr(numba_stream, "LEAST", 0)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("columns", [64, BLOCK, BLOCK + 32, 3 * BLOCK - 32])
+@pytest.mark.parametrize("name", ROWS)
+def test_whole_lines_are_moved(always, name, columns, dtype, parallel):
+    """Shorter than a block, one block, and blocks of which the last is not full."""
+    op, problem = REGISTRY[name], problem_of(name, columns, dtype)
+    assert streamed(op, problem)
+    assert check(op, "numba", problem, "cpu", config=Config(parallel)).errors
+
+
+@pytest.mark.parametrize("layout", ["padded", "misaligned", "far"])
+@pytest.mark.parametrize("name", ROWS)
+def test_inputs_may_lie_anywhere(always, name, layout):
+    op, problem = REGISTRY[name], problem_of(name, BLOCK + 32, "fp16", layout=layout)
+    assert streamed(op, problem)
+    assert check(op, "numba", problem, "cpu").errors
+
+
+@pytest.mark.parametrize("special", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("name", SPECIAL)
+def test_nan_and_infinities_come_through(always, name, special):
+    op, problem = REGISTRY[name], problem_of(name, BLOCK + 32, "fp32", special=special)
+    assert streamed(op, problem)
+    assert check(op, "numba", problem, "cpu").errors
+
+
+@pytest.mark.parametrize(("dtype", "to"), [("fp32", "e4m3"), ("e5m2", "fp32"), ("bf16", "fp32")])
+def test_casts_between_sizes_of_elements(always, dtype, to):
+    op, problem = REGISTRY["cast"], case(m=5, n=BLOCK + 64, dtype=dtype, to=to)
+    assert streamed(op, problem)
+    assert check(op, "numba", problem, "cpu").errors
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_do_not_begin_on_lines_are_not_moved(always, name):
+    op, problem = REGISTRY[name], problem_of(name, LINE + 1, "fp32")
+    assert not streamed(op, problem)
+    assert check(op, "numba", problem, "cpu").errors
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_large_result_is_moved(name):
+    """33 MiB, with the limit as it is shipped; the number of rows is odd."""
+    sizes = {"m": 4096, "n": 2113} if name == "transpose" else {"m": 2113, "n": 4096}
+    op, problem = REGISTRY[name], case(**sizes, dtype="fp32")
+    assert streamed(op, problem) and not streamed(op, problem_of(name, BLOCK, "fp32"))
+    assert check(op, "numba", problem, "cpu").errors
