@@ -2,14 +2,13 @@
 
 import functools
 import json
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
 
-from tilery import device, settings, timing
+from tilery import device, files, settings, timing
 from tilery.spec import Cost
 
 _MEASURED_AS = {"e4m3": "fp8", "e5m2": "fp8"}  # tensor cores take both formats alike
@@ -44,21 +43,21 @@ class Ceilings:
 def ceilings(where: torch.device, measure: bool = False) -> Ceilings:
     """Measured once per device, kept in the data folder; `measure` measures again."""
     path = settings.get().data_dir / "ceilings" / f"{device.slug(where)}.json"
-    if path.exists() and not measure:
+    if not measure:
         try:
-            return Ceilings(**json.loads(path.read_text()))
-        except (ValueError, TypeError) as error:
+            return Ceilings(**json.loads(path.read_text(encoding="utf-8")))
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (OSError, ValueError, TypeError) as error:
             warnings.warn(f"{path} cannot be read ({error}); measuring again", stacklevel=2)
     found = _measured(where)
     if where.type == "cuda":
         torch.cuda.empty_cache()  # gigabytes, that a kernel in another process may want
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(json.dumps(asdict(found)))
-        partial.replace(path)
+        files.replace(path, json.dumps(asdict(found)))
     except OSError as error:
-        warnings.warn(f"{path} cannot keep what was measured: {error}", stacklevel=2)
+        warnings.warn(f"{path} cannot keep what was measured: {error.strerror or error}", stacklevel=2)
     return found
 
 

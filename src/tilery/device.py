@@ -62,7 +62,7 @@ def _cpu_name() -> str:
     """The model as the kernel names it; clouds call many of them alike, so the number of cores stands with it."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
-    if info.exists() and (found := re.search(r"model name\s*: (.+)", info.read_text())):
+    if info.exists() and (found := re.search(r"model name\s*: (.+)", info.read_text(encoding="utf-8"))):
         model = found.group(1)
     return f"CPU {model} x{cores()}"
 

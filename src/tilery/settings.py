@@ -26,12 +26,12 @@ class Settings:
 
 
 def from_environment() -> Settings:
-    data = _folder("TILERY_DATA_DIR", platformdirs.user_data_dir("tilery"))
+    data = _folder("TILERY_DATA_DIR", lambda: platformdirs.user_data_dir("tilery"))
     return Settings(
         data_dir=data,
-        cache_dir=_folder("TILERY_CACHE_DIR", platformdirs.user_cache_dir("tilery")),
-        config_dir=_folder("TILERY_CONFIG_DIR", str(data / "tuned")),
-        sglang_dir=_folder(_SGLANG, "") if os.environ.get(_SGLANG) else None,
+        cache_dir=_folder("TILERY_CACHE_DIR", lambda: platformdirs.user_cache_dir("tilery")),
+        config_dir=_folder("TILERY_CONFIG_DIR", lambda: str(data / "tuned")),
+        sglang_dir=_folder(_SGLANG, lambda: "") if os.environ.get(_SGLANG) else None,
         explain=_switch("TILERY_EXPLAIN"),
         check_indices=_switch("TILERY_CHECK_INDICES"),
     )
@@ -44,11 +44,18 @@ def _switch(variable: str) -> bool:
     return _SWITCH[value]
 
 
-def _folder(variable: str, default: str) -> Path:
-    path = Path(os.environ.get(variable) or default).expanduser()
-    if path.exists() and not path.is_dir():
-        raise BadSetting(f"{variable} must name a folder, got the file {path}")
-    return path.absolute()
+def _folder(variable: str, default: Callable[[], str]) -> Path:
+    given = os.environ.get(variable)
+    try:
+        path = Path(given or default()).expanduser().absolute()
+    except (RuntimeError, OSError):
+        why = "this user has no home folder, or the working folder is gone"
+        raise BadSetting(f"{variable} must name a folder by its whole path, got {given or 'nothing'}: {why}") from None
+    for each in (path, *path.parents):
+        if not os.path.isdir(each) and os.path.lexists(each):
+            below = "" if each == path else f", below which {path} cannot be"
+            raise BadSetting(f"{variable} must name a folder, got the file {each}{below}")
+    return path
 
 
 _current: Settings | None = None

@@ -68,7 +68,7 @@ def _version(package: str) -> str | None:
 @functools.cache
 def _driver() -> str | None:
     told = Path("/proc/driver/nvidia/version")  # asked without waking a GPU
-    return _driver_in(told.read_text()) if told.exists() else None
+    return _driver_in(told.read_text(encoding="utf-8")) if told.exists() else None
 
 
 def _driver_in(text: str) -> str | None:

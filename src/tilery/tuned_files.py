@@ -9,13 +9,15 @@ import dataclasses
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import filelock
 
-from tilery.errors import BadTunedFile, NotWritten
+from tilery import files
+from tilery.errors import BadTunedFile
 
 SCHEMA = 1
 MEND = "mend it or move it away"
@@ -93,14 +95,14 @@ def documents(path: Path) -> list[Document]:
     several = isinstance(found, dict) and set(found) == {"schema", "files"} and isinstance(found["files"], list)
     if several and found["schema"] != SCHEMA:
         raise BadTunedFile(f'{path}:1: expected "schema": {SCHEMA}, got {found["schema"]!r}; {MEND}')
-    files, lines = found["files"] if several else [found], _entry_lines(text)
-    for each in files:
+    parts, lines = found["files"] if several else [found], _entry_lines(text)
+    for each in parts:
         _require_shape(each, path)
     return [
         Document(
             each["op"], each["device"], tuple(_entry(e, path, line) for e, line in zip(each["entries"], starts)), first
         )
-        for each, (first, starts) in zip(files, lines)
+        for each, (first, starts) in zip(parts, lines)
     ]
 
 
@@ -111,6 +113,13 @@ def load(path: Path) -> tuple[str, Any]:
         return text, json.loads(text, object_pairs_hook=_without_twins)
     except FileNotFoundError:
         raise
+    except NotADirectoryError as error:  # no file lies below a file
+        raise FileNotFoundError(error.errno, error.strerror, str(path)) from None
+    except PermissionError as error:
+        if os.access(path.parent, os.X_OK):
+            raise BadTunedFile(f"{path}:1: {error}; {MEND}") from None
+        warnings.warn(f"no tuned configs are read from {path.parent}: {error.strerror}", stacklevel=2)
+        raise FileNotFoundError(error.errno, error.strerror, str(path)) from None
     except json.JSONDecodeError as error:
         raise BadTunedFile(f"{path}:{error.lineno}: {error.msg}; {MEND}") from None
     except (ValueError, OSError) as error:
@@ -184,9 +193,9 @@ def merge(
     """Replaces what the file holds of the same as these entries, and keeps the rest. A corrupt file stays as it is."""
     new = [_entry(json.loads(json.dumps(_plain(e))), path, 0) for e in entries]  # what could not be read is not written
     replaced = {same(e) for e in new}
-    with _writing(path):
+    with _alone(path):
         kept = [e for e in read(path, op) if same(e) not in replaced]
-        _replace(path, text_of(Document(op, path.stem, (*kept, *new))))
+        files.replace(path, text_of(Document(op, path.stem, (*kept, *new))))
 
 
 def write_export(path: Path, found: Iterable[Document]) -> None:
@@ -195,9 +204,10 @@ def write_export(path: Path, found: Iterable[Document]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """All of it or nothing."""
-    with _writing(path, lock=False):
-        _replace(path, text)
+    """Writes all of it or nothing, in a folder that is made if it is not there."""
+    with files.writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(path, text)
 
 
 def text_of(found: Document) -> str:
@@ -213,35 +223,13 @@ def _plain(entry: Entry) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _writing(path: Path, lock: bool = True) -> Iterator[None]:
-    """Alone with the file; what goes wrong with the disk is said, and the old file is whole."""
-    try:
+def _alone(path: Path) -> Iterator[None]:
+    """Holds the file's lock; what goes wrong with the disk is said, and the old file is whole."""
+    with files.writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        alone = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=_WAIT_S)
-        with alone if lock else contextlib.nullcontext():
-            yield
-    except filelock.Timeout:
-        why = f"another process holds its lock, .{path.name}.lock, for more than {_WAIT_S} s"
-        raise NotWritten(f"{path} cannot be written: {why}; end that process, or wait for it") from None
-    except OSError as error:
-        why = f"{error.strerror or error}; what it held is as it was"
-        hint = "free some space, make it writable, or name another place"
-        raise NotWritten(f"{path} cannot be written: {why}; {hint}") from None
-
-
-def _replace(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, also after a power cut."""
-    partial = path.with_name(f".{path.name}.tmp")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        try:
+            with filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=_WAIT_S):
+                yield
+        except filelock.Timeout:
+            why = f"another process holds its lock, .{path.name}.lock, for more than {_WAIT_S} s"
+            raise files.not_written(path, why, hint="end that process, or wait for it") from None

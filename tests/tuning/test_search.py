@@ -1,5 +1,6 @@
 """Who wins, from given timings: failures never, ties always the same one, noise nobody."""
 
+import dataclasses
 import random
 
 import pytest
@@ -149,6 +150,23 @@ def agreement(noise, runs=60, count=24, again=False):
 def test_two_runs_choose_alike():
     assert agreement(0.002) >= 0.95
     assert agreement(0.01, again=True) >= 0.95, "a second tune of what is tuned, on a machine with more noise"
+
+
+def test_a_drift_that_all_share_decides_nothing():
+    """The machine slows down by a half within a job: held round by round against the reference, nothing changes."""
+
+    class Drifting(FakeWorker):
+        def measure(self, job, progress=lambda candidate, what: None):
+            found = super().measure(job, progress)
+            drift = [1 + 0.5 * i / job.depth.rounds for i in range(job.depth.rounds)]
+            slowed = (tuple(s * d for s, d in zip(m.samples, drift)) for m in found)
+            against = tuple(s * d for s, d in zip(found[0].against, drift))
+            return [dataclasses.replace(m, samples=samples, against=against) for m, samples in zip(found, slowed)]
+
+    field = candidates(12)
+    outcome = played(Drifting(lambda candidate: 1.0 if candidate == field[11] else 1.025), field)
+    assert winner(outcome) == field[11]  # 2.5 % are more than nothing, though less than the drift
+    assert (outcome.gain.low, outcome.gain.ratio, outcome.gain.high) == pytest.approx((1.025, 1.025, 1.025))
 
 
 def test_stable_bits_are_those_of_the_default():

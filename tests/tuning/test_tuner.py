@@ -94,15 +94,16 @@ def broken_after(count):
     return FakePool([worker])
 
 
-def test_a_tune_that_broke_goes_on_and_measures_nothing_twice(place):
+@pytest.mark.parametrize("count", [2, 4], ids=["in a problem", "between two"])
+def test_a_tune_that_broke_goes_on_and_measures_nothing_twice(place, count):
     whole, undisturbed = run(place, asked(LARGE, OTHER))
     with settings.override(config_dir=place / "again"):
-        broken = broken_after(4)
+        broken = broken_after(count)
         with pytest.raises(RuntimeError, match="went away"):
             run(place, asked(LARGE, OTHER), broken)
         assert broken.closed
         result, pool = run(place, asked(LARGE, OTHER))
-        measured = jobs(broken)[:4]
+        measured = jobs(broken)[:count]
         assert not [job for job in jobs(pool) if job in measured]
         assert len(measured) + len(jobs(pool)) == len(jobs(undisturbed))
     choices = [[done.outcome.ranked[0].candidate for done in each.tuned] for each in (whole, result)]

@@ -1,11 +1,12 @@
 """Rows of one case: what was checked, timed, wrong or impossible."""
 
 import re
+import weakref
 
 import pytest
 import torch
 
-from tilery import ceilings
+from tilery import ceilings, timing
 from tilery.ceilings import Ceilings
 from tilery.op import REGISTRY
 from tilery.spec import case
@@ -66,6 +67,77 @@ def test_a_wrong_peer_is_not_timed(monkeypatch, function, reason):
     row = found["baseline:liger"]
     assert row.status == "fail" and row.ms is None and re.search(reason, row.reason), row.reason
     assert found["numba"].ms > 0
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_peer_that_is_off_by_a_tenth_is_not_timed(monkeypatch, dtype):
+    """It may round more than we do, not compute something else."""
+    op, given = REGISTRY["softmax"], case(m=64, n=256, dtype=dtype)
+    monkeypatch.setitem(op.baselines, "baseline:liger", lambda x: torch.softmax(x, -1) * 1.1)
+    found = rows("softmax", peers=("baseline:torch", "baseline:liger"), given=given)
+    assert found["baseline:liger"].status == "fail" and found["baseline:torch"].status == "pass"
+
+
+def test_a_peer_in_fp32_is_held_to_fp32(monkeypatch):
+    monkeypatch.setitem(REGISTRY["softmax"].baselines, "baseline:liger", lambda x: torch.softmax(x, -1) * 1.001)
+    assert rows("softmax", peers=("baseline:torch", "baseline:liger"))["baseline:liger"].status == "fail"
+
+
+@pytest.mark.parametrize("arithmetic", [True, False])
+def test_where_power_is_the_limit_arms_are_timed_in_pairs(monkeypatch, arithmetic):
+    """There each arm stands between two turns of torch; where memory is the limit all take turns."""
+    limits = Ceilings(1e15, 1e15, 1e15, {"fp32": 1.0 if arithmetic else 1e18}, 1.0)
+    monkeypatch.setattr(ceilings, "ceilings", lambda where: limits)
+    time_arms, seen = timing.time_arms, []
+
+    def spying(arms, sets, where, depth, base, paired, *rest):
+        seen.append((base, paired, set(arms)))
+        return time_arms(arms, sets, where, depth, base, paired, *rest)
+
+    monkeypatch.setattr(timing, "time_arms", spying)
+    rows("softmax")
+    arms = {"baseline:torch", "control:torch", "numba"} | (set() if arithmetic else {"control:copy"})
+    assert seen == [("baseline:torch", arithmetic, arms)]
+
+
+def test_every_set_is_called_with_its_own_inputs():
+    """And its output is held while the others' are made: memory that is freed would be used again, from the cache."""
+    made = []
+
+    def call(x):
+        made.append(weakref.ref(found := x + 0))
+        return found
+
+    sets = [(torch.full((2,), float(i)),) for i in range(3)]
+    arm = bench.rotating(call, sets)
+    for i in (0, 1, 2):
+        arm(i)
+    assert [ref()[0].item() for ref in made] == [0.0, 1.0, 2.0]
+
+
+def test_a_gpus_inputs_are_several_times_its_cache():
+    """Of a small problem as many sets as fill it, of a large one two; on a CPU the caches are overwritten instead."""
+    op, gpu = REGISTRY["softmax"], torch.device("cuda", 0)
+
+    def drawn(m):
+        return lambda seed: (torch.full((m, 1024), float(seed)),)
+
+    def count(m, where=gpu, cold=True):
+        sets = bench.input_sets(op, drawn(m), where, cold)
+        assert [s[0][0, 0].item() for s in sets] == list(range(len(sets)))
+        return len(sets)
+
+    assert count(1024) == 32  # 8 MiB read and written
+    assert count(2**16) == 2 and count(1024, cold=False) == count(1024, torch.device("cpu")) == 1
+
+
+def test_rates_are_of_the_least_an_op_needs():
+    row = rows("softmax")["numba"]
+    op = REGISTRY["softmax"]
+    cost = op.cost(*op.specs(bench.drawn(op, SMALL, torch.device("cpu"), 0)))
+    assert row.tflops == pytest.approx(cost.flops / row.ms / 1e9)
+    assert row.gbps == pytest.approx(cost.bytes / row.ms / 1e6)
+    assert row.roof == pytest.approx(SLOW.roof_ms(cost, "fp32") / row.ms)
 
 
 def test_a_time_below_the_roof_is_a_measurement_error(monkeypatch):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tilery import settings
 from tilery.cli import app, main
-from tilery.errors import BadInput, BadStore
+from tilery.errors import BadStore
 from tilery.workbench import landscape, report, summary
 from tilery.workbench.result import Row
 from tilery.workbench.store import Store, export, import_runs
@@ -283,7 +283,7 @@ def test_without_a_run_the_verb_says_what_makes_one(store, verb, capsys, monkeyp
     [
         (("report", "nothing"), "RUN must be an id, .*, got 'nothing'"),
         (("report", "-o", "/no/such/folder/x.html"), "must lie in a folder that is there, got /no/such/folder"),
-        (("report", "-o", "/"), "/ must be a file that can be written: Is a directory"),
+        (("report", "-o", "/"), "/ cannot be written: Is a directory"),
         (("plot", "nothing"), "RUN must be an id, .*, got 'nothing'"),
     ],
 )
@@ -316,8 +316,3 @@ def test_code_that_is_gone_or_broken_is_an_error(store):
         db.execute("DELETE FROM code")
     with pytest.raises(BadStore, match="has no code"):
         page(store)
-
-
-def test_a_file_that_cannot_be_written_is_bad_input(tmp_path):
-    with pytest.raises(BadInput, match="must be a file that can be written: Is a directory"):
-        summary.write(tmp_path, b"")

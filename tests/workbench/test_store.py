@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 
 import pytest
 
@@ -151,3 +153,47 @@ def test_what_a_tuner_tried_is_not_compared(store):
 def test_the_latest_run_comes_last(store):
     made = [filled(store).id for _ in range(5)]
     assert [run.id for run in store.runs()] == made and store.find("last").id == made[-1]
+
+
+def test_rows_are_added_all_or_none(store):
+    """The second cannot be written: the first is not there either, nor is anything in the way of what comes next."""
+    run = store.start("tilery bench")
+    with pytest.raises(TypeError):
+        store.add(run, ROW, Row("softmax", "triton", "m=1,n=2", "pass", config=object()))
+    assert store.rows(run) == []
+    store.add(run, ROW, ROW)
+    assert store.rows(run) == [ROW, ROW]
+
+
+def test_a_change_of_one_run_leaves_the_others_alone(store):
+    first, second = store.start("one"), store.start("two")
+    other = Row("softmax", "numba", "m=1,n=2", "pass")
+    for row in (ROW, ROW):
+        store.add(first, row)
+        store.add(second, row)
+    store.replace(second, 1, other)
+    assert store.rows(first) == [ROW, ROW] and store.rows(second) == [ROW, other]
+    store.finish(second)
+    assert store.find(first).finished is None and store.find(second).finished
+
+
+def test_a_store_of_a_newer_tilery_is_left_alone(store):
+    filled(store, ROW)
+    with closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    for use in (store.runs, lambda: store.start("tilery bench")):
+        with pytest.raises(BadStore, match=r"has schema 99, .* it was left as it is"):
+            use()
+
+
+def test_the_doubt_of_both_runs_counts(store):
+    """A tenth slower at the middle, but the first run may as well have been a fifth slower than it says."""
+    (change,) = compare(store, filled(store, ratio_row(1.0, spread=0.2)), filled(store, ratio_row(0.9)))
+    assert change.low == pytest.approx(0.89 / 1.2) and change.high == pytest.approx(0.91 / 0.8)
+    assert not change.regressed(0.03)
+
+
+def test_what_kernels_are_held_against_is_not_compared(store):
+    peer = Row("softmax", "baseline:torch", "m=1,n=2", "pass", device="GPU", ms=1.0, ms_low=0.9, ms_high=1.1)
+    runs = [filled(store, ratio_row(1.0), peer) for _ in range(2)]
+    assert [change.kernel for change in compare(store, *runs)] == ["triton"]

@@ -4,9 +4,27 @@ import sys
 
 import typer
 
-from tilery.cli import bench, cache, check, compare, configs, doctor, ladder, ops, plan, plot, report, runs, show, tune
+from tilery.cli import (
+    bench,
+    cache,
+    check,
+    compare,
+    configs,
+    doctor,
+    ladder,
+    ops,
+    plan,
+    plot,
+    report,
+    runs,
+    sanitize,
+    show,
+    surroundings,
+    tune,
+)
 
 app = typer.Typer(
+    cls=surroundings.Verbs,
     help="GPU kernels for language models: check, bench and show them, in every tile language.",
     no_args_is_help=True,
     add_completion=False,
@@ -16,6 +34,7 @@ app.command("doctor")(doctor.doctor)
 app.command("ops")(ops.ops)
 app.command("plan")(plan.plan)
 app.command("check")(check.check)
+app.command("sanitize")(sanitize.sanitize)
 app.command("bench")(bench.bench)
 app.command("tune")(tune.tune)
 app.command("ladder")(ladder.ladder)
@@ -31,11 +50,12 @@ app.command("cache")(cache.cache)
 def main() -> None:
     from tilery.errors import TileryError
 
-    try:
-        app()
-    except TileryError as error:
-        print(f"tilery: {error}", file=sys.stderr)
-        sys.exit(2)
+    with surroundings.prepared():
+        try:
+            app()
+        except TileryError as error:
+            print(f"tilery: {error}", file=sys.stderr)
+            sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tilery import files
 from tilery.cli import common
 from tilery.errors import BadInput
 
@@ -125,7 +126,7 @@ def _draw(table: Table, svg: Path) -> None:
     console = Console(record=True, width=150, file=io.StringIO())
     console.print(table)
     picture = console.export_svg(title="tilery bench")
-    svg.write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))  # no fonts from the network
+    files.write(svg, re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))  # no fonts from the network
 
 
 def _line(row: "Row") -> tuple[str, ...]:

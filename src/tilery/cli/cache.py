@@ -1,5 +1,6 @@
 """`tilery cache`: what is kept, where, and how to be rid of it."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -16,19 +17,21 @@ def cache(
     json: common.Json = False,
 ) -> None:
     """Show where state lives and how large it is; --clear deletes compiled kernels."""
-    from tilery import settings
+    from tilery import files, settings
 
-    kept = settings.get()
+    kept, home = settings.get(), Path(os.path.expanduser("~"))  # unlike Path.home(), no error where there is none
     folders = {
         "cache": (kept.cache_dir, "compiled kernels; --clear deletes them"),
         "data": (kept.data_dir, "measured ceilings, your tuned configs; kept"),
-        "triton": (Path.home() / ".triton", "Triton's own cache; not ours to delete"),
-        "tilelang": (Path.home() / ".tilelang", "TileLang's own cache; not ours to delete"),
+        "triton": (home / ".triton", "Triton's own cache; not ours to delete"),
+        "tilelang": (home / ".tilelang", "TileLang's own cache; not ours to delete"),
     }
     freed = 0
     for folder in [kept.cache_dir / name for name in _OURS] if clear else []:
-        freed += _size(folder)
-        shutil.rmtree(folder, ignore_errors=not folder.exists())
+        size = _size(folder)
+        with files.writing(folder, "what was not yet deleted is as it was", "make it writable"):
+            shutil.rmtree(folder, ignore_errors=not folder.exists())
+        freed += size
     sizes = {name: _size(path) for name, (path, _) in folders.items()}
     if json:
         found = {

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tilery.cli.surroundings import printable
 from tilery.errors import BadInput
 
 if TYPE_CHECKING:
@@ -167,7 +168,8 @@ def print_json(rows: "Iterable[Row]", **more: Any) -> None:
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[str] = ()) -> Table:
     """Columns that no row fills are left out."""
-    columns, lines = list(columns), [list(row) for row in rows]
+    title, columns = printable(title), [printable(name) for name in columns]
+    lines, right = [[printable(cell) for cell in row] for row in rows], [printable(name) for name in right]
     filled = [i for i in range(len(columns)) if any(line[i] for line in lines)]
     made = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
     for i in filled:

@@ -35,10 +35,10 @@ def ladder(
     json: common.Json = False,
 ) -> None:  # fmt: skip
     """Build, check and time a matrix product rung by rung, from naive CUDA C++ to the shipped kernel."""
-    from tilery import timing
+    from tilery import files, timing
     from tilery.ladder.plot import picture
     from tilery.ladder.run import chosen, run
-    from tilery.workbench import result, summary
+    from tilery.workbench import result
     from tilery.workbench.plot import FORMATS
     from tilery.workbench.store import Store
 
@@ -66,7 +66,7 @@ def ladder(
             )
         print(f"kept as run {done.id}", file=sys.stderr)
     if plot:
-        summary.write(plot, picture(rows, form))
+        files.write(plot, picture(rows, form))
     raise typer.Exit(1 if any(row.status == "fail" for row in rows) else 0)
 
 

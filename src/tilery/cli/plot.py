@@ -18,6 +18,7 @@ def plot(
     json: common.Json = False,
 ) -> None:
     """Draw runs: ratios to torch, roofline, time against size, op by language, or a tune. Needs matplotlib."""
+    from tilery import files
     from tilery.workbench import plot as workbench
     from tilery.workbench import summary
     from tilery.workbench.store import Store
@@ -29,7 +30,7 @@ def plot(
         raise BadInput(f"--kind must be one of {', '.join(workbench.KINDS)}, got {kind!r}")
     common.require_writable(out)
     collected = summary.collect(Store(), runs)
-    summary.write(out, workbench.picture(collected, kind, form, op))
+    files.write(out, workbench.picture(collected, kind, form, op))
     if json:
         common.print_json(summary.finite_rows(collected), file=str(out), **summary.document(collected))
     else:

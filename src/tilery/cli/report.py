@@ -19,6 +19,7 @@ def report(
     json: common.Json = False,
 ) -> None:
     """Write runs as one html page with charts and a table that sorts and filters; it needs no network."""
+    from tilery import files
     from tilery.workbench import report as workbench
     from tilery.workbench import summary
     from tilery.workbench.store import Store
@@ -27,7 +28,7 @@ def report(
     store = Store()
     collected = summary.collect(store, runs)
     page = workbench.render(store, collected, title).encode(errors="replace")
-    summary.write(out, page)
+    files.write(out, page)
     if json:
         common.print_json(summary.finite_rows(collected), file=str(out), **summary.document(collected))
         return

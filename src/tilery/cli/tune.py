@@ -20,7 +20,6 @@ _COLUMNS = (
     "op", "bucket", "kernel", "config", "ms", "× default", "95 %", "error", "roof", "of", "from", "reason",
 )  # fmt: skip
 _RIGHT = ("ms", "× default", "error", "roof", "of")
-_INTERRUPTED = 130
 
 
 def tune(
@@ -58,8 +57,7 @@ def tune(
                 timeout=timeout, config_dir=config_dir, progress=show,
             )  # fmt: skip
         except KeyboardInterrupt:
-            print("stopped; what was measured is kept, and the same command goes on from there", file=sys.stderr)
-            raise typer.Exit(_INTERRUPTED) from None
+            raise KeyboardInterrupt("what was measured is kept, and the same command goes on from there") from None
     if json:
         common.print_json(_winners(result), **_document(result))
     else:

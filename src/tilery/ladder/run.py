@@ -38,14 +38,14 @@ def run(names: list[str], cases: list[Case], store: Store, depth: timing.Depth, 
     say("measuring this machine's ceilings")
     recorder = Recorder(store, here)
     missing = backends.missing("cuda")
-    for case in cases:
-        if missing:
-            recorder.add(*(Row(OP, name, str(case), "skipped", missing) for name in names))
-        elif here:
-            _time(names, case, recorder, depth, say)
-        else:
-            _compile_all(names, case, recorder, say)
-    store.finish(recorder.id)
+    with recorder.running():
+        for case in cases:
+            if missing:
+                recorder.add(*(Row(OP, name, str(case), "skipped", missing) for name in names))
+            elif here:
+                _time(names, case, recorder, depth, say)
+            else:
+                _compile_all(names, case, recorder, say)
     return recorder
 
 

@@ -29,6 +29,6 @@ def find(name: str | None = None) -> Roof:
     asked = _USUAL if name is None else name.lower()
     for stem in kept():
         if asked in (stem, stem.removeprefix("nvidia_")):
-            values = json.loads((_GPUS / f"{stem}.json").read_text())
+            values = json.loads((_GPUS / f"{stem}.json").read_text(encoding="utf-8"))
             return Roof(values.pop("name"), Ceilings(**values))
     raise BadInput(f"--device must be {HERE} or one of {', '.join(kept())}, got {name!r}")

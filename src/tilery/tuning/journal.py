@@ -16,12 +16,14 @@ from typing import Any
 
 import filelock
 
+from tilery import files
 from tilery.errors import NotWritten
 from tilery.tuning.data import Built, Candidate, Job, Measured
 from tilery.tuning.search import Gain, Outcome
 
 FOLDER = ".journal"
 _WAIT_S = 60  # for another tuner's turn, which takes milliseconds
+_GO_ON = "make room or make it writable (or name another --config-dir), then the same command goes on"
 
 
 def key_of(*parts: Any) -> str:
@@ -53,7 +55,8 @@ class Journal:
                 self._replace(b"")  # nobody will come back for what is in it
             for record in records:
                 if record["session"] == session:
-                    self._take(record)
+                    with contextlib.suppress(KeyError, TypeError):  # of another tilery's form: it is measured again
+                        self._take(record)
 
     def _take(self, record: dict[str, Any]) -> None:
         if record.get("done"):
@@ -106,17 +109,13 @@ class Journal:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        try:
+        with files.writing(self.path, "what was measured before is kept", _GO_ON):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with filelock.FileLock(self.path.with_suffix(".lock"), timeout=_WAIT_S):
-                yield
-        except filelock.Timeout:
-            raise NotWritten(f"{self.path} is held by another tuner for more than {_WAIT_S} s; end it") from None
-        except OSError as error:
-            raise NotWritten(
-                f"{self.path} cannot be written: {error.strerror or error}; what was measured before is kept: make "
-                "room or make it writable (or name another --config-dir), then the same command goes on"
-            ) from None
+            try:
+                with filelock.FileLock(self.path.with_suffix(".lock"), timeout=_WAIT_S):
+                    yield
+            except filelock.Timeout:
+                raise NotWritten(f"{self.path} is held by another tuner for more than {_WAIT_S} s; end it") from None
 
 
 def _unfinished(records: list[dict[str, Any]]) -> set[str]:

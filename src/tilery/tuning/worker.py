@@ -81,6 +81,7 @@ class Worker:
                 deaths[part.at] += 1
                 if deaths[part.at] == _TRIES:
                     results = part.blamed(died) | results
+                progress(None, "its process ended")  # raises if all is to stop: then no other is started
             except BaseException:  # Ctrl-C, a bad problem: what the child still says is of no job to come
                 self.close()
                 raise

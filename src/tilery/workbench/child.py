@@ -19,6 +19,7 @@ from typing import Any
 from tilery.errors import TileryError
 
 _LENGTH = 8  # bytes before every message
+_RUNNING: "set[subprocess.Popen[bytes]]" = set()
 
 
 class Died(Exception):
@@ -67,11 +68,12 @@ class Child:
         source = str(Path(__file__).parents[2])  # so that a checkout works uninstalled
         paths = [str(self.pythonpath)] if self.pythonpath else []
         env["PYTHONPATH"] = os.pathsep.join([*paths, source, *filter(None, [env.get("PYTHONPATH")])])
-        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed with the child
+        self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  closed below
         pipe = subprocess.PIPE
         command = [sys.executable, "-m", self.module]
         # Unbuffered: what `select` does not see must not lie in a buffer here.
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._stderr, env=env, bufsize=0)
+        _RUNNING.add(self._process)
         return self._process
 
     def close(self) -> None:
@@ -82,7 +84,14 @@ class Child:
         for stream in (self._process.stdin, self._process.stdout, self._stderr):
             with contextlib.suppress(BrokenPipeError):
                 stream.close()  # type: ignore[union-attr]
+        _RUNNING.discard(self._process)
         self._process = None
+
+
+def kill_all() -> None:
+    """Kills every child of this process and waits for none: it is about to end itself."""
+    for process in list(_RUNNING):
+        process.kill()
 
 
 def serve(answer: Callable[[Any, Callable[[Any], None]], None]) -> None:

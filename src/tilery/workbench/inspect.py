@@ -20,7 +20,8 @@ def source(op: Op, kernel: str) -> str:
     cuda = path.with_name(f"{op.name}.cu")
     others = [cuda] if kernel.startswith("cuda") and cuda.exists() else []
     others += _shared(module, kernel.partition(".")[0])
-    return path.read_text() + "".join(f"\n# {other.name}\n{other.read_text()}" for other in others)
+    shared = [f"\n# {other.name}\n" + other.read_text(encoding="utf-8") for other in others]
+    return path.read_text(encoding="utf-8") + "".join(shared)
 
 
 def _shared(module: ModuleType, language: str) -> list[Path]:

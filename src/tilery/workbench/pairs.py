@@ -1,10 +1,12 @@
 """A bench as pairs: for every product and peer one line, ours beside theirs. For CSV."""
 
 import csv
+import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tilery import files
 from tilery.workbench import summary
 from tilery.workbench.result import Row, is_ours, is_peer
 
@@ -15,10 +17,11 @@ COLUMNS = (
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(pairs(rows))
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, COLUMNS)
+    writer.writeheader()
+    writer.writerows(pairs(rows))
+    files.write(path, text.getvalue())
 
 
 def pairs(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """One row of any table: what a tool found for one op, kernel and case. Printed, written as JSON and as CSV alike."""
 
 import csv
+import io
 import platform
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 import tilery
-from tilery import backends, device
+from tilery import backends, device, files
 
 SCHEMA = 1
 _STORED_ONLY = ("samples", "against")
@@ -77,11 +78,12 @@ def _said(name: str, value: Any) -> bool:
 
 
 def write_csv(rows: Iterable[Row], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        names = [f.name for f in fields(Row) if f.name not in _STORED_ONLY]
-        writer.writerow(names)
-        writer.writerows([getattr(row, name) for name in names] for row in rows)
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    names = [f.name for f in fields(Row) if f.name not in _STORED_ONLY]
+    writer.writerow(names)
+    writer.writerows([getattr(row, name) for name in names] for row in rows)
+    files.write(path, text.getvalue())
 
 
 def machine() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -51,6 +52,15 @@ class Recorder:
         self.rows += rows
         self.store.add(self.id, *rows)
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The run is finished when the block ends; a Ctrl-C inside says what is kept of it."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"{len(self.rows)} rows are kept as run {self.id}") from None
+        self.store.finish(self.id)
+
     def keep_code(self, artifact: Artifact) -> str:
         made = [stage for stage in inspect.stages(artifact) if stage in _KEPT_STAGES]
         return self.store.add_code({stage: inspect.stage(artifact, stage) for stage in made})
@@ -75,15 +85,15 @@ def run(
         kernels, others = ([arm for arm in arms if (c.op.name, arm) not in left_out] for arms in (c.kernels, c.peers))
         work += units(c.op, kernels, others, c.cases, depth, cold)
     recorder = Recorder(store, sorted({torch.device(unit.device) for unit in work}, key=str))
-    for (op, arm), why in left_out.items():
-        recorder.add(Row(op, arm, "", "skipped", why))
-    for rows in isolate.measured(work, lambda arm, what: say(what)):
-        for row in rows:
-            recorder.add(row)
-        count(len(work))
-    _describe_timed(choices, recorder, say)
-    _compile_the_rest(choices, recorder, say)
-    store.finish(recorder.id)
+    with recorder.running():
+        for (op, arm), why in left_out.items():
+            recorder.add(Row(op, arm, "", "skipped", why))
+        for rows in isolate.measured(work, lambda arm, what: say(what)):
+            for row in rows:
+                recorder.add(row)
+            count(len(work))
+        _describe_timed(choices, recorder, say)
+        _compile_the_rest(choices, recorder, say)
     return recorder
 
 
@@ -155,9 +165,9 @@ def _in_parallel(work: Callable[[Compiler, Any], T], items: Iterable[Any]) -> It
         finally:
             free.put(compiler)
 
-    try:
-        with ThreadPoolExecutor(count) as pool:
+    with ThreadPoolExecutor(count) as pool:
+        try:
             yield from pool.map(one, items)
-    finally:
-        for compiler in compilers:
-            compiler.close()
+        finally:  # before the pool waits for its threads: on Ctrl-C they wait for compilers
+            for compiler in compilers:
+                compiler.close()

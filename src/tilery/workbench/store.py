@@ -3,7 +3,10 @@
 import base64
 import csv
 import hashlib
+import io
 import json
+import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -11,18 +14,23 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tilery import settings
+from tilery import files, settings
 from tilery.errors import BadInput, BadStore, ToolMissing
 from tilery.workbench.result import Row, machine
 
 SCHEMA = 1
 FORMATS = ("json", "csv", "parquet")
+_WAIT_S = 60  # for another writer's turn, which takes milliseconds
+_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_NOT_WRITTEN = (
+    sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_IOERR,
+)  # fmt: skip
 _TABLES = """
 CREATE TABLE IF NOT EXISTS runs (
     id TEXT PRIMARY KEY, started TEXT, finished TEXT, command TEXT, machine TEXT, git TEXT);
@@ -48,26 +56,69 @@ class Store:
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         """One transaction: all of it or nothing, also when the process is killed inside."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(self.path, timeout=60)  # another writer's turn is waited for
-        try:
+        with files.writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644))  # says why not, which sqlite does not
+        with self._named(writes=True), closing(sqlite3.connect(self.path, timeout=_WAIT_S)) as connection:
             _use_wal(connection)
-            version = connection.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, SCHEMA):
-                raise BadStore(f"{self.path} has schema {version}, this tilery writes {SCHEMA}; move it away")
+            self._version(connection)
             with connection:
                 connection.executescript(f"{_TABLES} PRAGMA user_version = {SCHEMA};")
             with connection:
                 yield connection
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """Changes nothing: a store that is not there is an empty one, and one that cannot be written can be read."""
+        with self._named(writes=False), closing(self._reader()) as connection:
+            if self._version(connection) == 0:
+                with closing(sqlite3.connect(":memory:")) as empty:
+                    empty.executescript(_TABLES)
+                    yield empty
+            else:
+                yield connection
+
+    def _reader(self) -> sqlite3.Connection:
+        if not self.path.exists():
+            return sqlite3.connect(":memory:")
+        connection = sqlite3.connect(self.path, timeout=_WAIT_S)
+        try:
+            connection.execute("PRAGMA user_version")
+        except sqlite3.OperationalError as error:
+            connection.close()
+            beside = self.path.with_name(f"{self.path.name}-wal")  # newer rows, that are not in the file itself
+            if _code(error) not in _NOT_WRITTEN or (beside.exists() and beside.stat().st_size):
                 raise
+            return sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+        return connection
+
+    @contextmanager
+    def _named(self, writes: bool) -> Iterator[None]:
+        """Inside the block, what sqlite cannot do is raised with the name of this file and what to do."""
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            if _code(error) in _BUSY:
+                why = f"another process has been writing it for {_WAIT_S} s"
+                raise files.not_written(self.path, why, hint="end that process, or wait for it") from None
+            if _code(error) in _NOT_WRITTEN and writes:
+                free = shutil.disk_usage(self.path.parent).free // 1024  # sqlite may call a full disk an I/O error
+                raise files.not_written(self.path, f"{error} ({free} KiB are free there)") from None
+            if _code(error) in _NOT_WRITTEN:
+                raise BadStore(f"{self.path} cannot be read: {error}; it was left as it is; {files.HINT}") from None
             raise BadStore(
                 f"{self.path} cannot be read: {error}; it was left as it is: move it away, and bring back what was "
                 "exported with `tilery runs import`"
             ) from None
-        finally:
-            connection.close()
+        except OSError as error:
+            raise BadStore(f"{self.path} cannot be read: {error.strerror or error}; make it readable") from None
+
+    def _version(self, connection: sqlite3.Connection) -> int:
+        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+        if version not in (0, SCHEMA):
+            what = f"{self.path} has schema {version}, this tilery knows {SCHEMA}"
+            raise BadStore(f"{what}; it was left as it is: update tilery, or move it away")
+        return version
 
     def start(self, command: str, more: dict[str, Any] | None = None) -> str:
         """A new run on this machine; `more` is kept with what is said of the machine."""
@@ -116,7 +167,7 @@ class Store:
         return dict(json.loads(zlib.decompress(self._code(key))))
 
     def _code(self, key: str) -> bytes:
-        with self._open() as db:
+        with self._reading() as db:
             found = db.execute("SELECT data FROM code WHERE key = ?", (key,)).fetchone()
         if found is None:
             raise BadStore(f"{self.path} has no code {key}, which a row names")
@@ -129,7 +180,7 @@ class Store:
 
     def runs(self) -> list[Run]:
         """Latest last."""
-        with self._open() as db:
+        with self._reading() as db:
             found = db.execute("SELECT id, started, finished, command, machine, git FROM runs ORDER BY started, rowid")
             return [
                 Run(run, started, finished, command, json.loads(where), json.loads(git))
@@ -146,9 +197,17 @@ class Store:
         return found[0]
 
     def rows(self, run: str) -> list[Row]:
-        with self._open() as db:
+        with self._reading() as db:
             found = db.execute("SELECT data FROM rows WHERE run = ? ORDER BY n", (run,)).fetchall()
-        return [_row(json.loads(data)) for (data,) in found]
+        try:
+            return [_row(json.loads(data)) for (data,) in found]
+        except (ValueError, TypeError) as error:
+            raise BadStore(f"{self.path}: a row of run {run} cannot be read: {error}; it was left as it is") from None
+
+
+def _code(error: sqlite3.Error) -> int:
+    """The primary code of what sqlite says; 0 of what Python's module says itself."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
@@ -158,7 +217,7 @@ def _use_wal(connection: sqlite3.Connection) -> None:
             connection.execute("PRAGMA journal_mode=WAL")
             return
         except sqlite3.OperationalError as error:
-            if "locked" not in str(error) or not left:
+            if _code(error) not in _BUSY or not left:
                 raise
             time.sleep(0.05)
 
@@ -176,12 +235,12 @@ def git_state() -> dict[str, Any] | None:
         return None
     try:
         commit, status = (
-            subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=True).stdout.strip()
+            subprocess.run(["git", "-C", str(here), *words], capture_output=True, check=True).stdout.strip()
             for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
         )
     except (OSError, subprocess.CalledProcessError):
         return None  # a checkout without git, or without a commit
-    return {"commit": commit, "changed": bool(status)}
+    return {"commit": commit.decode("ascii"), "changed": bool(status)}
 
 
 def export(store: Store, runs: list[Run], path: Path, form: str) -> int:
@@ -191,26 +250,29 @@ def export(store: Store, runs: list[Run], path: Path, form: str) -> int:
         document = [{**asdict(run), "rows": [asdict(row) for row in store.rows(run.id)]} for run in runs]
         keys = sorted({row.code for _, row in rows if row.code})
         code = {key: base64.b64encode(store._code(key)).decode() for key in keys}
-        path.write_text(json.dumps({"schema": SCHEMA, "runs": document, "code": code}))
+        files.write(path, json.dumps({"schema": SCHEMA, "runs": document, "code": code}))
         return len(rows)
     flat = [{"run": run.id, "started": run.started, **asdict(row)} for run, row in rows]
     if form == "csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, ["run", "started", *(f.name for f in fields(Row))])
-            writer.writeheader()
-            writer.writerows(flat)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, ["run", "started", *(f.name for f in fields(Row))])
+        writer.writeheader()
+        writer.writerows(flat)
+        files.write(path, text.getvalue())
     else:
-        _write_parquet(flat, path)
+        files.write(path, _parquet(flat))
     return len(rows)
 
 
-def _write_parquet(flat: list[dict[str, Any]], path: Path) -> None:
+def _parquet(flat: list[dict[str, Any]]) -> bytes:
     try:
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError:
         raise ToolMissing("pyarrow is not installed: pip install 'tilery[parquet]'") from None
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(flat), path)
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(flat), file)
+    return file.getvalue()
 
 
 def import_runs(store: Store, path: Path) -> tuple[int, int]:

@@ -3,11 +3,10 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from tilery import backends, timing
-from tilery.errors import BadInput, BadStore
+from tilery.errors import BadInput
 from tilery.workbench.bench import BASE, CONTROL
 from tilery.workbench.result import Row, is_ours, is_peer
 from tilery.workbench.store import Run, Store
@@ -128,18 +127,11 @@ def collect(store: Store, names: list[str] | None) -> Collected:
     tunes: list[Found] = []
     cells: dict[tuple[str, ...], int] = {}
     for run in runs:
-        for row in _rows(store, run):
+        for row in store.rows(run.id):
             key = (run.id, row.op, row.case, row.device, row.inputs, row.stage)
             one = Found(run, row, cells.setdefault(key, len(cells)))
             (tunes if row.stage == TUNE else found).append(one)
     return Collected(runs, found, _add_ratios(found), tunes)
-
-
-def _rows(store: Store, run: Run) -> list[Row]:
-    try:
-        return store.rows(run.id)
-    except (ValueError, TypeError) as error:
-        raise BadStore(f"{store.path}: a row of run {run.id} cannot be read: {error}; it was left as it is") from None
 
 
 def _add_ratios(found: list[Found]) -> int:
@@ -289,10 +281,3 @@ def finite_rows(collected: Collected) -> list[Row]:
 
 def _not_finite(row: Row) -> dict[str, Any]:
     return {k: None for k, v in vars(row).items() if isinstance(v, float) and not math.isfinite(v)}
-
-
-def write(path: Path, data: bytes) -> None:
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise BadInput(f"{path} must be a file that can be written: {error.strerror}") from None
