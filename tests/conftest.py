@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,11 @@ import tilery.ops  # noqa: E402, F401  fills the registry, whichever test runs a
 from tilery.workbench.compile import Compiler  # noqa: E402
 
 TRITON_36 = Path(sys.prefix) / "triton-3.6.0"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fuzz-calls", type=int, default=20, help="random calls of each kernel (tests/fuzz)")
+    parser.addoption("--fuzz-seed", default=secrets.token_hex(4), help="what they are drawn from; else a new one")
 
 
 def pytest_unconfigure():
