@@ -138,6 +138,43 @@ def test_caches_are_cold():
     assert cold > warm
 
 
+def test_caches_are_overwritten_before_every_cold_call():
+    """Each time with other values: a store of what is there already might be left out."""
+    found = []
+    sampler = timing._CpuSampler(lambda _: found.append(sampler.flush[[0, -1]].tolist()), cold=True)
+    for _ in range(3):
+        sampler.block(lambda: None)
+    assert sampler.flush.nbytes >= 64 * 2**20 and all(first == last for first, last in found)
+    assert len({first for first, _ in found}) == 3
+    assert timing._cpu_sampler(lambda _: None, cold=False).flush.nbytes == 0
+
+
+def test_by_events_all_sets_come_round(monkeypatch):
+    called = []
+    monkeypatch.setattr(timing, "_elapsed", lambda work, meanwhile=None: [work(), 6.0][1])
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: None, raising=False)
+    sampler = timing._EventSampler(called.append, sets=5, calls=3, turns=2)
+    assert sampler.block(lambda: None) == pytest.approx(2.0)  # two turns of 6 ms, three calls in each
+    sampler.block(lambda: None)
+    assert called == [i % 5 for i in range(12)]
+
+
+def test_a_graphs_time_is_that_of_one_call(monkeypatch):
+    """A graph of 10 calls that takes 4 ms is replayed until a turn lasts 20 ms."""
+    replayed = []
+    graph = SimpleNamespace(replay=lambda: replayed.append(1))
+
+    def elapsed(work, meanwhile=None):
+        before = len(replayed)
+        work()
+        return 4.0 * (len(replayed) - before)
+
+    monkeypatch.setattr(timing, "_elapsed", elapsed)
+    sampler = timing._GraphSampler(graph, calls=10, block_ms=20.0)
+    before = len(replayed)
+    assert sampler.block(lambda: None) == pytest.approx(0.4) and len(replayed) - before == 5
+
+
 def test_every_set_was_called_before_a_graph_is_captured(monkeypatch):
     """With fakes: an arm that looks at each set once, from the host, must not do so while it is captured."""
     called, captured = [], []

@@ -1,0 +1,30 @@
+"""Every mutation, by layer. A new one needs a snippet that stands once in the source, and a test that notices it."""
+
+from mutations.catalogue import (
+    attention,
+    checks,
+    contract,
+    dispatch,
+    numba_kernels,
+    store,
+    timing,
+    tools,
+    triton_kernels,
+    tuned,
+    tuning,
+)
+
+LAYERS = (
+    *contract.LAYERS,
+    *dispatch.LAYERS,
+    *tuned.LAYERS,
+    *numba_kernels.LAYERS,
+    *triton_kernels.LAYERS,
+    *attention.LAYERS,
+    *checks.LAYERS,
+    *timing.LAYERS,
+    *store.LAYERS,
+    *tuning.LAYERS,
+    *tools.LAYERS,
+)
+MUTATIONS = [mutation for layer in LAYERS for mutation in layer.mutations]

@@ -1,0 +1,134 @@
+"""Bugs in what users see: models, the command line, the patch for Hugging Face, the ladder."""
+
+from mutations.mutation import Layer
+
+MODELS, CLI, PATCH, LADDER = LAYERS = Layer("models"), Layer("command line"), Layer("patch"), Layer("ladder")
+
+MODELS.add(
+    "ranks-ignored",
+    "        return size // self.tp\n",
+    "        return size\n",
+    "test_plan.py::test_ranks_share_the_matrices",
+    inside="_share",
+)
+MODELS.add(
+    "no-head-left-for-a-rank",
+    "return max(heads // self.tp, 1)",
+    "return heads // self.tp",
+    "test_models.py::test_keys_are_copied_where_there_are_more_ranks_than_heads",
+)
+MODELS.add(
+    "layers-counted-once",
+    "(sum(step.count * step.cost[i] for step in self.steps)",
+    "(sum(step.cost[i] for step in self.steps)",
+    "test_plan.py::test_llama_8b_reads_15_gb_of_weights_and_its_cache",
+)
+MODELS.add(
+    "case-of-the-last-pass-alone",
+    "Worth(step.op, step.case, ms + (found[key].ms if key in found else 0.0))",
+    "Worth(step.op, step.case, ms)",
+    "test_plan.py::test_cases_are_distinct_exist_and_come_most_valuable_first",
+)
+MODELS.add(
+    "least-valuable-first",
+    "key=lambda worth: -worth.ms)",
+    "key=lambda worth: worth.ms)",
+    "test_plan.py::test_cases_are_distinct_exist_and_come_most_valuable_first",
+)
+MODELS.add(
+    "every-expert-read",
+    "weights = experts_hit(tokens, experts, topk) * (n * k + 4 * blocks)",
+    "weights = experts * (n * k + 4 * blocks)",
+    "test_estimates.py::test_estimates_are_what_a_hand_makes_of_them",
+)
+MODELS.add(
+    "keys-without-values",
+    'Linear("qkv", (queries + 2 * keys) * size, self.hidden_size)',
+    'Linear("qkv", (queries + keys) * size, self.hidden_size)',
+    "test_models.py::test_llama_8b",
+)
+
+CLI.add(
+    "failed-check-exits-0",
+    "raise typer.Exit(1 if failed else 0)",
+    "raise typer.Exit(0)",
+    "test_cli.py::test_a_failed_check_exits_1",
+    inside="check",
+)
+CLI.add(
+    "regression-exits-0",
+    "raise typer.Exit(1 if worse else 0)",
+    "raise typer.Exit(0)",
+    "test_regression_gate.py::test_a_slower_run_exits_1",
+)
+CLI.add(
+    "bad-usage-exits-1",
+    "            sys.exit(2)\n",
+    "            sys.exit(1)\n",
+    "test_cli.py::test_bad_usage_exits_2_and_says_what_was_expected",
+    inside="main",
+)
+CLI.add(
+    "words-before-the-json",
+    "    print(json.dumps(document(rows, **more)))\n",
+    '    print("tilery:", json.dumps(document(rows, **more)))\n',
+    "test_cli.py::test_ops_lists_every_kernel",
+    inside="print_json",
+)
+CLI.add(
+    "zero-accepted",
+    "if not all(part.isdecimal() and int(part) for part in parts):",
+    "if not all(part.isdecimal() for part in parts):",
+    "test_cli.py::test_bad_usage_exits_2_and_says_what_was_expected",
+)
+CLI.add(
+    "case-of-text",
+    "if known[name].annotation is int:",
+    "if known[name].annotation is None:",
+    "test_cli.py::test_check_takes_a_case_by_its_numbers",
+    inside="parsed_case",
+)
+
+PATCH.add(
+    "window-dropped",
+    '"window": mask.window, "key_mask": mask.seen}',
+    '"window": 0, "key_mask": mask.seen}',
+    "test_attention_masks.py::test_all_that_a_mask_says_reaches_attention",
+)
+PATCH.add(
+    "padding-dropped",
+    '"window": mask.window, "key_mask": mask.seen}',
+    '"window": mask.window, "key_mask": None}',
+    "test_attention_masks.py::test_all_that_a_mask_says_reaches_attention",
+)
+PATCH.add(
+    "window-to-both-sides-off-by-one",
+    "known[False, local + 1] = ",
+    "known[False, local] = ",
+    "test_huggingface.py::test_masks_that_kernels_know_are_not_spelt_out",
+)
+PATCH.add(
+    "static-cache-taken-for-full",
+    "isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length",
+    "isinstance(q_offset, int)",
+    "test_huggingface.py::test_other_masks_are_spelt_out",
+)
+PATCH.add(
+    "another-window-taken",
+    "return isinstance(a, int) and isinstance(b, int) and a == b",
+    "return isinstance(a, int) and isinstance(b, int)",
+    "test_huggingface.py::test_other_masks_are_spelt_out",
+)
+
+LADDER.add(
+    "clusters-cut-in-half",
+    "blocks = min(blocks, self.kernel.resident() // self.cluster * self.cluster)",
+    "blocks = min(blocks, self.kernel.resident())",
+    "test_ladder.py::test_launches_a_block_for_every_tile_or_as_many_as_run",
+)
+LADDER.add(
+    "wrong-rung-passes",
+    "    row.error, row.max_diff = found.error, found.largest\n    if why is not None:",
+    '    row.error, row.max_diff = found.error, found.largest\n    if why == "":',
+    "test_ladder.py::test_rows_are_checked_timed_and_held_against_torch",
+)

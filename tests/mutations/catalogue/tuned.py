@@ -1,0 +1,87 @@
+"""Bugs in tuned configs, the files they are kept in, and the settings that say where."""
+
+from mutations.mutation import Layer
+
+TUNED, FILES, SETTINGS = LAYERS = Layer("tuned configs"), Layer("files"), Layer("settings")
+NEAREST = "test_tuned.py::test_the_nearest_larger_bucket_is_taken"
+FULL_DISK = "test_tuned.py::test_a_full_disk_is_said_and_the_old_file_stays_whole"
+WRITTEN = "test_tuned.py::test_what_is_written_is_used_at_once_and_others_are_kept"
+
+TUNED.add("bucket-rounded-down", "all(e.scaled.get(k, -1) >= v for", "all(e.scaled.get(k, 0) <= v for", NEAREST)
+TUNED.add(
+    "largest-bucket-taken",
+    "least = min(map(distance, fits), default=0.0)",
+    "least = max(map(distance, fits), default=0.0)",
+    NEAREST,
+)
+TUNED.add(
+    "staleness-unsaid",
+    'if changed else "tuned"',
+    'if not entry else "tuned"',
+    "test_tuned.py::test_stale_entries_are_used_and_said",
+)
+TUNED.add(
+    "entries-of-another-device",
+    'path = folder / f"{slug}.json"\n        for entry',
+    'path = next(iter(sorted(folder.glob("*.json"))), folder / f"{slug}.json")\n        for entry',
+    "test_tuned_choice.py::test_what_was_tuned_for_another_device_is_not_used",
+)
+TUNED.add(
+    "shipped-over-the-users",
+    'return [settings.get().config_dir / op.name, op.folder / "tuned"]',
+    'return [op.folder / "tuned", settings.get().config_dir / op.name]',
+    "test_tuned_choice.py::test_the_users_entry_goes_before_the_shipped_one",
+)
+TUNED.add(
+    "time-before-rank",
+    "key=lambda e: (e.rank, e.ms, e.kernel)",
+    "key=lambda e: (e.ms, e.kernel)",
+    "test_tuned.py::test_rank_goes_before_time",
+    inside="nearest",
+)
+TUNED.add(
+    "refused-entry-used",
+    "            if why is None:\n                return",
+    "            if True:\n                return",
+    "test_tuned.py::test_an_entry_beyond_the_kernels_limits_is_refused_by_name_and_the_next_is_taken",
+    inside="best",
+)
+TUNED.add("old-file-remembered", "    _read.cache_clear()\n", "", WRITTEN)
+
+FILES.add("written-in-place", "        os.replace(partial, path)\n", "        path.write_bytes(data)\n", FULL_DISK)
+FILES.add("not-synced", "            os.fsync(file.fileno())\n        os.replace", "        os.replace", FULL_DISK)
+FILES.add(
+    "lock-not-taken",
+    'with filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=_WAIT_S):',
+    "with contextlib.nullcontext():",
+    "test_tuned.py::test_a_lock_that_is_not_given_back_is_said",
+)
+FILES.add(
+    "corrupt-file-overwritten",
+    "kept = [e for e in read(path, op) if same(e) not in replaced]",
+    "kept = []\n        with contextlib.suppress(BadTunedFile):\n"
+    "            kept = [e for e in read(path, op) if same(e) not in replaced]",
+    "test_tuned.py::test_a_corrupt_file_is_not_written_over",
+)
+FILES.add("rest-dropped", "kept = [e for e in read(path, op) if same(e) not in replaced]", "kept = []", WRITTEN)
+FILES.add(
+    "unreadable-entry-written",
+    "new = [_entry(json.loads(json.dumps(_plain(e))), path, 0) for e in entries]",
+    "new = list(entries)",
+    "test_tuned.py::test_an_entry_that_could_not_be_read_is_not_written",
+)
+
+SETTINGS.add(
+    "bad-switch-accepted",
+    "if value not in _SWITCH:\n"
+    '        raise BadSetting(f"{variable} must be 0 or 1, got {value!r}")\n'
+    "    return _SWITCH[value]",
+    "return _SWITCH.get(value, True)",
+    "test_settings.py::test_a_bad_value_raises",
+)
+SETTINGS.add(
+    "override-stays",
+    "        change(**{name: getattr(before, name) for name in changes})",
+    "        pass",
+    "test_settings.py::test_override_ends_with_its_block",
+)
