@@ -22,13 +22,18 @@ def command(*words, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("words", [("plan", "qwen3-8b", "--batch", "1", "--device", "h200"), ("bench", "--help")])
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_terminal_without_unicode_can_be_read(words, encoding):
+@pytest.mark.parametrize(
+    ("words", "encoding", "shown"),
+    [
+        (("plan", "qwen3-8b", "--batch", "1", "--device", "h200"), "ascii", "roof us"),
+        (("bench", "--help"), "ascii", "quick ..."),
+        (("bench", "--help"), "latin-1", "quick ..."),
+    ],
+)
+def test_a_terminal_without_unicode_can_be_read(words, encoding, shown):
     child = command(*words, env={**os.environ, "PYTHONIOENCODING": encoding})
     out, said = child.communicate(timeout=300)
-    assert child.returncode == 0 and "Traceback" not in said, said
-    assert ("roof us" in out or "quick ..." in out) if encoding == "ascii" else "Traceback" not in out
+    assert child.returncode == 0 and "Traceback" not in said and shown in out, said
 
 
 def test_without_utf8_the_files_of_the_package_are_read():

@@ -65,6 +65,7 @@ def test_failure_is_made_smaller():
     assert call.params["m"] == 1 and call.params["n"] < 16 and not (call.plants or call.layouts or call.config)
 
 
+@pytest.mark.slow
 def test_what_is_printed_does_it_again(monkeypatch):
     """Of a bug that ends the process: the one that died is known, and its call is made smaller in new ones."""
     monkeypatch.setattr("fuzz.fuzz._FEW_TRIES", 2)  # each starts a process

@@ -11,6 +11,12 @@ from tilery.parts import fp8, kv_cache
 BACKENDS = ["numba", "triton"]
 
 
+TIES = [
+    1.0625, 1.1875, -1.3125, 17, 19, 2**-10, 3 * 2**-10, -5 * 2**-10,  # of e4m3
+    1.125, 1.375, -2.25, 2.75, 2**-17, 3 * 2**-17, -5 * 2**-17, 7 * 2**-17,  # of e5m2
+]  # fmt: skip
+
+
 def drawn(**more):
     where = torch.get_default_device()
     return inputs(**{"m": 6, "heads": 2, "kv_heads": 2, "dtype": "fp32", "device": where, "seed": 5} | more)
@@ -40,6 +46,8 @@ def test_a_token_goes_to_its_slot_and_nowhere_else(backend):
 def test_fp8_is_rounded_to_nearest_even_and_saturates(format, per, backend):
     given = drawn(format=format, per=per, skip=False) | no_turn()
     for name in ("k", "v"):
+        scale = given[f"{name}_scale"].log2_().round_().exp2_()  # divided by a power of two, ties stay ties
+        given[name][2] = torch.tensor(TIES)[: given[name].shape[-1]] * scale[:, None]
         given[name][0, 0] = torch.tensor([1e9, -1e9, float("inf"), float("nan"), 0.0, 1e-9, 3e-3, -2.5e-3] * 2)
         given[name][1] *= 1e-3  # small values have fewer bits
     tilery.rope_cache_write_(**given, backend=backend)

@@ -55,6 +55,14 @@ def test_only_the_kept_are_drawn(numbers, kept):
     assert chi_square(drawn(5000, **numbers), p / p.sum()) < 4
 
 
+@pytest.mark.parametrize("kernel", ["numba", "triton"])
+def test_top_p_is_a_share_of_what_top_k_leaves(kernel):
+    """0.3 and 0.25 are left: the first is more than half of them, though not of all."""
+    logits = torch.tensor([0.3, 0.25, *[0.015] * 30]).log()
+    assert drawn(40, kernel, logits=logits, top_k=2, top_p=0.5).unique().tolist() == [0]
+    assert drawn(40, kernel, logits=logits, top_k=2, top_p=0.6).unique().tolist() == [0, 1]
+
+
 def test_kernels_draw_the_same():
     for numbers in ({}, {"temperature": 1.5, "top_k": 10, "top_p": 0.8}):
         assert torch.equal(drawn(20, "numba", **numbers), drawn(20, "triton", **numbers))

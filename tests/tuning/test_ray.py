@@ -128,6 +128,7 @@ def test_an_actor_that_is_killed_is_replaced_and_its_job_done_anew(pool, tmp_pat
     assert any("a new one takes its place" in what for what in said)
 
 
+@pytest.mark.slow
 def test_a_candidate_that_ends_its_actor_twice_is_crashed_and_the_others_go_on(pool, tmp_path):
     found = pool.workers[1].measure(job({"ms": 2}, dying(tmp_path, 9), {"ms": 1}))
     assert [one.status for one in found] == [GOOD, "crashed", GOOD]
@@ -160,6 +161,7 @@ def test_closing_ends_what_is_under_way_and_replaces_nothing(pool, tmp_path):
     pool.close()
 
 
+@pytest.mark.slow
 def test_real_kernels_are_compiled_measured_and_checked_by_an_actor():
     problem = Problem("softmax", "cpu", ROWS)
     chosen = candidates.collect(problem, ["numba"])[0][:2]

@@ -103,6 +103,7 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_wrong_a_hanging_and_a_dying_candidate_never_win(planted, tmp_path, monkeypatch):
     monkeypatch.setenv("PLANTED", "wrong hangs dies")
     found = ended(planted())
@@ -121,6 +122,7 @@ def test_a_wrong_a_hanging_and_a_dying_candidate_never_win(planted, tmp_path, mo
     assert calls["hangs"] == 2 and calls["dies"] == 2, "each is tried once more, and never again"
 
 
+@pytest.mark.slow
 def test_stable_bits_are_chosen_if_asked_for(planted, monkeypatch):
     monkeypatch.setenv("PLANTED", "other_bits")
     found = ended(planted("--bits", "stable"))
@@ -129,7 +131,7 @@ def test_stable_bits_are_chosen_if_asked_for(planted, monkeypatch):
     assert times["Config(tile=0, kind='other_bits')"] < times["Config(tile=9, kind='right')"], "though it is slower"
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_what_was_stopped_goes_on_where_it_was(planted, tmp_path, how):
     first = planted()
     wait_for(lambda: list((tmp_path / "tuned" / ".journal").glob("softmax-*.jsonl")) and len(journal(tmp_path)) >= 2)
@@ -147,6 +149,7 @@ def test_what_was_stopped_goes_on_where_it_was(planted, tmp_path, how):
     assert called and not called & {1, 2, 3}, "the slowest were measured before the end of the first run"
 
 
+@pytest.mark.slow
 def test_two_tuners_on_one_file_and_a_program_uses_what_both_found(planted, tmp_path):
     both = [planted(case=f"m=8,n={n},dtype=fp32") for n in (16, 32)]
     for process in both:

@@ -181,6 +181,7 @@ def test_one_that_dies_while_it_is_timed_is_the_one_to_blame(log):
     assert found["slow"].against == found["right"].samples
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_ended_after_the_limit(log):
     with Worker("cpu", silence_s=5.0) as worker:
         found = by_kind(worker.measure(job("right", "hangs")))

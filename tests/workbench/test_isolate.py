@@ -61,9 +61,9 @@ def rows(*peers, given=None, device="cpu", kernel="numba"):
 @pytest.mark.parametrize(
     ("peer", "reason"),
     [
-        ("baseline:liger", "its process was killed by signal 11"),
+        pytest.param("baseline:liger", "its process was killed by signal 11", marks=pytest.mark.slow),
         ("baseline:quack", "its process ended with code 3\nthe last words"),
-        ("baseline:tilegym", "its process was killed by signal 9"),
+        pytest.param("baseline:tilegym", "its process was killed by signal 9", marks=pytest.mark.slow),
     ],
 )
 def test_an_arm_that_kills_its_process_costs_its_own_row(peer, reason):
@@ -72,6 +72,7 @@ def test_an_arm_that_kills_its_process_costs_its_own_row(peer, reason):
     assert found["numba"].status == "pass" and found["numba"].ratio > 0 and len(found["numba"].samples) == 6
 
 
+@pytest.mark.slow
 def test_several_of_them_too():
     found = rows("baseline:liger", "baseline:quack", "baseline:tilegym")
     assert [k for k, row in found.items() if row.status == "fail"] == [

@@ -188,6 +188,7 @@ def cases() -> list[Case]:
         case(_PLAIN, m=3, heads=2, kv_heads=1, n=64, dtype="fp16", layout="far", order="thd"),
         case(m=20, **small, dtype="fp32", causal=False, special="nan"),
         case(m=20, **small, dtype="fp16", causal=False, special="inf"),
+        case(m=3, keys=700, **small, dtype="fp32"),  # several blocks of keys in every language
     ]  # fmt: skip
     return list(map(_for_hopper, found))
 

@@ -173,5 +173,5 @@ OTHERS.add(
     "top-p-of-all-values",
     "wanted = top_p * _amount(x_ptr, n, least, top, scale, False, BLOCK, SHIFT)",
     "wanted = top_p * _amount(x_ptr, n, least * 0 - 2**31, top, scale, False, BLOCK, SHIFT)",
-    case("sample", "triton", "m=3,n=300,dtype=fp32,temperature=0.8,top_k=40,top_p=0.9,min_p=0.02"),
+    "test_sample.py::test_top_p_is_a_share_of_what_top_k_leaves",
 )

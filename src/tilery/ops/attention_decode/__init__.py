@@ -170,6 +170,9 @@ def _cases() -> list[Case]:
         case(
             _FP32, m=2, keys=1100, heads=2, kv_heads=1, n=16, dtype="fp32", block_size=64, wrong="l1:-5+t2:1073741824",
         ),  # keys that are cut among programs
+        case(
+            _FP32, m=2, keys=1100, heads=2, kv_heads=1, n=16, dtype="fp32", lengths="1100+700", block_size=16,
+        ),  # keys that are cut, and joined again
         case(m=1, keys=100, n=64, dtype="fp16", scale=500.0),  # logits of ±1e4
         case(_FP32, m=1, keys=1, n=16, dtype="fp32"),
         case(_FP32, m=2, keys=0, n=16, dtype="fp32", queries=2),  # no keys: zeros
