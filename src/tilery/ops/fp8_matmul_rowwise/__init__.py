@@ -76,6 +76,7 @@ def _cublaslt(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype:
             case(m=0, n=64, k=128, dtype="e4m3", out="bf16"),  # nothing to launch
             case(m=64, n=0, k=128, dtype="e4m3", out="fp16"),
             case(m=40, n=24, k=0, dtype="e4m3", out="fp32"),  # a sum of nothing is zero
+            case(m=40, n=24, k=0, dtype="e4m3", out="fp16", special_scale="nan"),
             case(m=33, n=64, k=80, dtype="e4m3", out="fp16", layout="padded", layout_b="padded"),
             case(m=17, n=40, k=144, dtype="e4m3", out="fp32", layout="misaligned", layout_b="misaligned"),
             case(m=3, n=32, k=64, dtype="e4m3", out="fp16", layout="far"),  # more than 2**31 bytes from first to last
