@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -28,13 +27,15 @@ os.environ.pop("TILERY_EXPLAIN", None)
 
 import tilery.ops  # noqa: E402, F401  fills the registry, whichever test runs alone
 from tilery.workbench.compile import Compiler  # noqa: E402
+from tilery.workbench.store import git_state  # noqa: E402
 
 TRITON_36 = Path(sys.prefix) / "triton-3.6.0"
 
 
 def pytest_addoption(parser):
     parser.addoption("--fuzz-calls", type=int, default=20, help="random calls of each kernel (tests/fuzz)")
-    parser.addoption("--fuzz-seed", default=secrets.token_hex(4), help="what they are drawn from; else a new one")
+    commit = (git_state() or {"commit": "none"})["commit"]  # other calls for every commit, the same for each run of it
+    parser.addoption("--fuzz-seed", default=commit[:8], help="what they are drawn from; else the commit")
 
 
 def pytest_unconfigure():
