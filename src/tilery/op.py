@@ -32,7 +32,7 @@ class _Kind(NamedTuple):
 
 
 _FP32_ERROR = 1e-6  # rms, of fp32 arithmetic, where an op has no fp32 results
-_OUTLIER = 6  # so many times the rms error may be that of a single element; up to 2 were seen on an H200
+_OUTLIER = 6  # so many times the rms error may be that of a single element
 _modes = torch._C._len_torch_dispatch_stack
 REGISTRY: dict[str, "Op"] = {}
 LIBRARY = torch.library.Library("tilery", "FRAGMENT")  # not custom_op: its wrappers cost host time

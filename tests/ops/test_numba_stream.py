@@ -34,6 +34,13 @@ def problem_of(name, line, dtype, **more):
     return case(**sizes, dtype=dtype, **more)
 
 
+def require_right(name, problem, config=None, moved=True):
+    """The result is right, and goes past the caches or not as it should."""
+    op = REGISTRY[name]
+    assert streamed(op, problem) == moved
+    assert check(op, "numba", problem, "cpu", config=config).errors
+
+
 @pytest.fixture
 def always(monkeypatch):
     monkeypatch.setattr(numba_stream, "LEAST", 0)
@@ -45,39 +52,29 @@ def always(monkeypatch):
 @pytest.mark.parametrize("name", ROWS)
 def test_whole_lines_are_moved(always, name, columns, dtype, parallel):
     """Shorter than a block, one block, and blocks of which the last is not full."""
-    op, problem = REGISTRY[name], problem_of(name, columns, dtype)
-    assert streamed(op, problem)
-    assert check(op, "numba", problem, "cpu", config=Config(parallel)).errors
+    require_right(name, problem_of(name, columns, dtype), Config(parallel))
 
 
 @pytest.mark.parametrize("layout", ["padded", "misaligned", "far"])
 @pytest.mark.parametrize("name", ROWS)
 def test_inputs_may_lie_anywhere(always, name, layout):
-    op, problem = REGISTRY[name], problem_of(name, BLOCK + 32, "fp16", layout=layout)
-    assert streamed(op, problem)
-    assert check(op, "numba", problem, "cpu").errors
+    require_right(name, problem_of(name, BLOCK + 32, "fp16", layout=layout))
 
 
 @pytest.mark.parametrize("special", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("name", SPECIAL)
 def test_nan_and_infinities_come_through(always, name, special):
-    op, problem = REGISTRY[name], problem_of(name, BLOCK + 32, "fp32", special=special)
-    assert streamed(op, problem)
-    assert check(op, "numba", problem, "cpu").errors
+    require_right(name, problem_of(name, BLOCK + 32, "fp32", special=special))
 
 
 @pytest.mark.parametrize(("dtype", "to"), [("fp32", "e4m3"), ("e5m2", "fp32"), ("bf16", "fp32")])
 def test_casts_between_sizes_of_elements(always, dtype, to):
-    op, problem = REGISTRY["cast"], case(m=5, n=BLOCK + 64, dtype=dtype, to=to)
-    assert streamed(op, problem)
-    assert check(op, "numba", problem, "cpu").errors
+    require_right("cast", case(m=5, n=BLOCK + 64, dtype=dtype, to=to))
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_that_do_not_begin_on_lines_are_not_moved(always, name):
-    op, problem = REGISTRY[name], problem_of(name, LINE + 1, "fp32")
-    assert not streamed(op, problem)
-    assert check(op, "numba", problem, "cpu").errors
+    require_right(name, problem_of(name, LINE + 1, "fp32"), moved=False)
 
 
 @pytest.mark.parametrize("name", ROWS)

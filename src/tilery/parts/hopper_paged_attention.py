@@ -224,7 +224,7 @@ def maps(
     addresses: _Sizes, q: _Sizes, q_strides: _Sizes, k: _Sizes, k_strides: _Sizes, dtype: torch.dtype, paged: bool,
     fetched: int, part: int,
 ) -> list[Any]:  # fmt: skip
-    """Of q, k_cache and v_cache: found at once, which takes less than to find each.
+    """Return the TMA maps of q, k_cache and v_cache. One lookup for all three takes less than one for each.
 
     Keys of a page that is not in the cache are NaN, so that every row that sees one of them is; its values are zeros.
     """

@@ -79,7 +79,7 @@ def packed_end(ends, sequences, tokens):
 
 @numba_glue.jit
 def find_block(sequence, group, row, rows, p):
-    """Of at most `rows` rows from `row` on; none if the sequence is shorter. One that is cut has no keys."""
+    """Return the block of at most `rows` rows from `row` on; no rows past the sequence, no keys where it is cut."""
     tensors, sizes, rules = p.tensors, p.sizes, p.rules
     first_query, queries, first_key, keys = 0, sizes.queries, 0, sizes.keys
     sound, known = True, True

@@ -19,7 +19,7 @@ def log_sum(top, total):
 
 @numba_glue.jit
 def loss(lse, picked, plain, n, label_smoothing, z_loss):
-    """Of a row whose target is not to be ignored; `plain` is the sum of its n logits, `picked` its target's."""
+    """Return the loss of a row that is not ignored; `plain` is the sum of its n logits, `picked` its target's."""
     value = lse - (f32(1) - label_smoothing) * picked + z_loss * lse * lse
     if label_smoothing > 0:
         value -= label_smoothing * (plain / f32(n))
@@ -28,7 +28,7 @@ def loss(lse, picked, plain, n, label_smoothing, z_loss):
 
 @numba_glue.jit
 def gradient(logit, hit, n, dloss, dlse, lse, label_smoothing, z_loss):
-    """Of a logit whose target is a class; `hit` says whether it is the target's."""
+    """Return the gradient of a logit of a row whose target is a class; `hit`: it is the target's own logit."""
     scale = dloss * (f32(1) + f32(2) * z_loss * lse) + dlse
     share = (f32(1) - label_smoothing if hit else f32(0)) + label_smoothing / f32(n)
     return exp(logit - lse) * scale - dloss * share

@@ -33,7 +33,7 @@ def workspace(splits: int, tokens: int, heads: int, size: int, where: torch.devi
 
 @triton.jit
 def sequence(lengths_ptr, starts_ptr, b, queries, bound, tokens):
-    """Of sequence b: its keys, its query tokens, the first of them; whether its numbers are sound, else it has no keys.
+    """Return sequence b's keys, query tokens, first query token and whether its indices are valid; if not, no keys.
 
     starts_ptr None: each has `queries`; else so many at most, among `tokens`.
     """
