@@ -101,7 +101,7 @@ def check_call(
         plan.launch(outs, args, workspace)
         return outs
 
-    return _judged(op, where, args, launch, Limits.of(op, specs), right)
+    return judge_call(op, where, args, launch, Limits.of(op, specs), right)
 
 
 def reference(op: Op, args: Sequence[Any]) -> Right:
@@ -132,7 +132,7 @@ def check_baseline(op: Op, name: str, case: Case, target: Any, seed: int | None 
             for ours, least in ((limits.error, _PEER_ALLOWED), (limits.slack, _PEER_SLACK))
         )
         limits = Limits(most, slack, limits.whole)
-    return _judged(op, where, args, call, limits)
+    return judge_call(op, where, args, call, limits)
 
 
 def _drawn(op: Op, arm: str, case: Case, target: Any, seed: int | None) -> tuple[str, tuple[Any, ...]]:
@@ -142,7 +142,7 @@ def _drawn(op: Op, arm: str, case: Case, target: Any, seed: int | None) -> tuple
     return f"{op.name} {arm} {case} seed={seed}", args
 
 
-def _judged(
+def judge_call(
     op: Op, where: str, args: tuple[Any, ...], call: Callable[[tuple[Any, ...]], tuple[Any, ...]],
     limits: Limits, right: Right | None = None,
 ) -> Checked:  # fmt: skip
