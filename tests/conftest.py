@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,10 @@ _STATE = Path(os.environ["TILERY_TEST_STATE"] if not _OWNS_STATE else tempfile.m
 os.environ["TILERY_TEST_STATE"] = str(_STATE)
 os.environ["TILERY_DATA_DIR"] = str(_STATE / "data")
 os.environ["TILERY_CACHE_DIR"] = str(_STATE / "cache")
+if "PYTHONPATH" in os.environ:  # tests start processes in other folders
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, os.environ["PYTHONPATH"].split(os.pathsep)))
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("TILERY_CONFIG_DIR", None)
 os.environ.pop("TILERY_EXPLAIN", None)
 
@@ -41,6 +46,14 @@ def pytest_addoption(parser):
 def pytest_unconfigure():
     if _OWNS_STATE:
         shutil.rmtree(_STATE, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _give_memory_back():
+    """Free what a test with rows far apart has left in torch's cache: the workers share one GPU."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

@@ -88,9 +88,19 @@ def main(plant: str) -> None:
         outcome = run(parsed(line))
         if broken := _broken_context():
             outcome = Outcome("failed", f"{ENDED_CONTEXT}: {broken}; {outcome.kind}: {outcome.detail}")
+        else:
+            _give_memory_back()
         print(json.dumps(outcome), file=answers, flush=True)
         if broken:  # every later call would fail for it
             os._exit(1)
+
+
+def _give_memory_back() -> None:
+    """Other fuzzers may share the GPU, and rows far apart take gigabytes."""
+    import torch
+
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
 
 
 def _broken_context() -> str | None:

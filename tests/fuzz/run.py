@@ -18,6 +18,8 @@ from tilery.workbench.place import place
 
 NOT_DRAWN, BAD_INPUT = "not drawn:", "bad input:"  # refusals by which a strategy is poor
 
+_MOST_BYTES = 9 * 2**30  # of a call's arguments on a GPU: one matrix in fp32 with its rows far apart
+
 
 class Outcome(NamedTuple):
     kind: str  # passed, refused or failed
@@ -34,6 +36,8 @@ def run(call: Call) -> Outcome:
         args = arguments(call, where.device)
     except Exception as error:  # the contract draws what it can; that is no call of a user
         return Outcome("refused", f"{NOT_DRAWN} {type(error).__name__}: {error}")
+    if where.device.type == "cuda" and _held(args) > _MOST_BYTES:
+        return Outcome("refused", f"{NOT_DRAWN} {_held(args) / 2**30:.0f} GiB, three times over")
     try:
         op.validate(op.specs(args))
         return _gradients(op, args) if call.gradient else _run(op, call, args)
@@ -43,8 +47,14 @@ def run(call: Call) -> Outcome:
         return Outcome("refused", str(error))
     except Wrong as error:
         return Outcome("failed", str(error))
+    except torch.OutOfMemoryError as error:  # several fuzzers may share the GPU
+        return Outcome("refused", f"{NOT_DRAWN} {error}")
     except Exception as error:  # a kernel may raise anything: that is what is looked for
         return Outcome("failed", f"raised {type(error).__name__}: {error}")
+
+
+def _held(args: tuple[Any, ...]) -> int:
+    return sum(a.untyped_storage().nbytes() for a in args if isinstance(a, Tensor))
 
 
 class _Attempt:

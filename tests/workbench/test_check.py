@@ -78,7 +78,7 @@ def test_an_fp8_value_beside_the_right_one_is_found(per, monkeypatch):
 def test_one_rounding_is_allowed_and_the_neighbour_is_not(dtype):
     ref = torch.randn(64, 33, dtype=torch.float64).clamp(-3, 3)
     out = ref.float().to(dtype)
-    assert 0.5 < judge(out, ref, 1e-9).excess <= 1
+    assert 0.5 < judge(out, ref, 1e-9).excess <= 1 + 2**-12  # torch rounds a double to fp16 by way of fp32
     bits = out.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[out.itemsize])
     bits[40, 20] += 1
     found = judge(out, ref, 1e-9)

@@ -180,6 +180,7 @@ _EXPERTS = [
             case(m=33, n=40, k=65, experts=3, dtype="bf16", layout="misaligned", layout_b="misaligned"),
             case(m=6, n=32, k=64, experts=2, dtype="fp16", layout="far"),  # more than 2**31 elements, first to last
             case(m=20, n=32, k=34, experts=3, dtype="fp16", layout_b="far"),
+            case(m=9, n=40, k=257, experts=3, dtype="fp16", layout="far", layout_b="misaligned"),
             case(m=32, n=40, k=64, experts=3, dtype="fp32", special="nan"),
             case(m=32, n=40, k=64, experts=3, dtype="fp16", special="inf"),
             case(m=20, n=24, k=32, experts=2, dtype="fp32", special="nan", sizes="4+3"),  # in a row past the last

@@ -80,10 +80,11 @@ def _grouped_matmul(
     passed = last <= ct.bid(0)
     group = ct.sum(ct.where(passed, 1, 0))
     if group <= count:
-        start = ct.sum(ct.where(groups == group, starts, 0))
-        end = ct.sum(ct.where(groups == group, ends, 0))
+        # In 64 bits: a slice's offset is start · stride, in the wider of their types.
+        start = ct.sum(ct.where(groups == group, starts, 0)).astype(ct.int64)
+        end = ct.sum(ct.where(groups == group, ends, 0)).astype(ct.int64)
         tile = ct.bid(0) - ct.max(ct.where(passed, last, 0))
-        i, j = place(tile, ct.cdiv(end - start, TILE_M), tiles_n)
+        i, j = place(tile, ct.cdiv((end - start).astype(ct.int32), TILE_M), tiles_n)
         rows = a.slice(axis=0, start=start, stop=end)
         acc = ct.zeros((TILE_M, TILE_N), ct.float32)
         depth = ct.where(group < count, ct.num_tiles(a, 1, (TILE_M, TILE_K)), 0)  # rows left are sums of nothing
