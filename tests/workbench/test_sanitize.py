@@ -89,12 +89,12 @@ import json, os, sys
 words = sys.argv[1:]
 said = json.loads(os.environ["FAKE_SANITIZER"])
 request, done = words[-2:]
-cases = json.load(open(request))["cases"]
+cases = [run["case"] for run in json.load(open(request))]
 hit = [all(given.get(name) == value for name, value in said["only"].items()) for given in cases]
 with open(done, "w") as file:
     for index, struck in enumerate(hit):
         status = said["status"] if struck else "ran"
-        file.write(json.dumps({{"case": index, "status": status, "reason": "so it is"}}) + "\\n")
+        file.write(json.dumps({{"run": index, "status": status, "reason": "so it is"}}) + "\\n")
 with open(words[words.index("--log-file") + 1], "w") as file:
     file.write(said["log"] if any(hit) else said["else"])
 sys.exit(said["code"] if any(hit) else 0)
@@ -204,17 +204,18 @@ def test_an_overrun_of_torchs_kernel_is_not_ours():
 # The command
 
 
+def batch(tool="memcheck"):
+    return sanitize.Batch(tool, (sanitize.Run("softmax", "triton", case(m=3, n=5, dtype="fp32")),))
+
+
 def test_the_command_watches_one_process_with_separate_allocations(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    batch = sanitize.Batch("softmax", "triton", "memcheck", (case(m=3, n=5, dtype="fp32"),))
-    words = sanitize.command(Path("/opt/compute-sanitizer"), batch, tmp_path, sanitize.Asked())
+    words = sanitize.command(Path("/opt/compute-sanitizer"), batch(), tmp_path, sanitize.Asked())
     options = dict(zip(words[1:-5:2], words[2:-5:2]))
     assert words[0] == "/opt/compute-sanitizer" and words[-5:-2] == [sys.executable, "-m", sanitize_child.__name__]
     assert options["--tool"] == "memcheck" and options["--report-api-errors"] == "no"
     assert options["--target-processes"] == "application-only" and options["--destroy-on-device-error"] == "kernel"
-    other = sanitize.command(
-        Path("cs"), sanitize.Batch("softmax", "triton", "racecheck", ()), tmp_path, sanitize.Asked()
-    )
+    other = sanitize.command(Path("cs"), batch("racecheck"), tmp_path, sanitize.Asked())
     assert "--padding" in words and "--padding" not in other
     env = sanitize.environment()
     assert env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" and "TRITON_INTERPRET" not in env
@@ -275,20 +276,39 @@ def test_a_finding_belongs_to_its_case_and_the_exit_code_is_1(fake):
 def test_the_tools_own_findings_are_shown_with_their_reason_and_pass(fake):
     fake(UNINITIALIZED, code=86)
     said = run("matmul", "--backend", "cuda.hopper", "--tool", "initcheck", "--cases", "2")
-    assert "does not see what TMA writes" in " ".join(said.split()) and "2 reports are the tool's own" in said
+    assert "does not see what TMA writes" in " ".join(said.split()) and "1 reports are the tool's own" in said
+    assert "2 cases of 1 kernels are clean" in said
 
 
 def test_a_finding_that_needs_several_cases_is_not_dropped(fake, monkeypatch):
     real = sanitize.watched
 
     def watched(program, batch, asked):
-        fake(OVERRUN, code=86) if len(batch.cases) > 1 else fake()
+        fake(OVERRUN, code=86) if len(batch.runs) > 1 else fake()
         return real(program, batch, asked)
 
     monkeypatch.setattr(sanitize, "watched", watched)
     rows = run_json("softmax", "--backend", "triton", "--jobs", "1", code=1)
     (bad,) = [row for row in rows if row["status"] == "finding"]
     assert bad["case"] == f"({len(rows) - 1} cases in one process)"
+
+
+def test_several_kernels_run_in_one_process_and_a_finding_is_still_its_own(fake, monkeypatch):
+    real, sizes = sanitize.watched, []
+
+    def watched(program, batch, asked):
+        sizes.append(len(batch.kernels))
+        return real(program, batch, asked)
+
+    monkeypatch.setattr(sanitize, "watched", watched)
+    names = [op for op, made in REGISTRY.items() if "triton" in made.kernels][:9]
+    rows = run_json(*names, "--backend", "triton", "--cases", "1")
+    assert len(rows) == 9 and {row["status"] for row in rows} == {"clean"} and sorted(sizes) == [3, 3, 3]
+    fake(OVERRUN, only={"dtype": "fp32"}, code=86)
+    found = run_json(*names, "--backend", "triton", "--cases", "1", code=1)
+    bad = {row["op"] for row in found if row["status"] == "finding"}
+    assert bad == {row["op"] for row in rows if "dtype=fp32" in row["case"]} != set()
+    assert {row["op"] for row in found if row["status"] == "clean"} == set(names) - bad
 
 
 def test_an_exit_code_alone_is_a_finding(fake):
@@ -317,8 +337,7 @@ def test_a_refusal_is_skipped_with_its_reason(fake):
 
 def test_a_child_that_hangs_is_ended_and_its_case_failed(fake, tmp_path):
     (tmp_path / "compute-sanitizer").write_text("#!/bin/sh\nsleep 600\n")
-    batch = sanitize.Batch("softmax", "triton", "memcheck", (case(m=3, n=5, dtype="fp32"),))
-    (row,) = sanitize.examined(sanitize.sanitizer(), batch, sanitize.Asked(timeout_s=0.1))
+    (row,) = sanitize.examined(sanitize.sanitizer(), batch(), sanitize.Asked(timeout_s=0.1))
     assert row.status == "failed" and "--timeout" in row.what
 
 
@@ -363,7 +382,7 @@ def test_without_a_gpu_it_says_so(monkeypatch):
 def test_the_child_says_which_case_failed(tmp_path):
     request, done = tmp_path / "request", tmp_path / "done"
     cases = [{"m": 3, "n": 5, "dtype": "int4"}, {"m": 3, "n": 5, "dtype": "fp32"}]
-    request.write_text(json.dumps({"op": "softmax", "kernel": "triton", "cases": cases}))
+    request.write_text(json.dumps([{"op": "softmax", "kernel": "triton", "case": each} for each in cases]))
     with pytest.raises(SystemExit) as ended:
         sanitize_child.main(request, done)
     lines = [json.loads(line) for line in done.read_text().splitlines()]

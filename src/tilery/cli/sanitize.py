@@ -47,7 +47,7 @@ def sanitize(
     with common.progress() as (say, count):
 
         def progress(done: int, total: int) -> None:
-            say(f"examined {done} of {total} kernels")
+            say(f"examined {done} of {total} batches of kernels")
             count(total)
 
         found += workbench.rows(chosen, asked, progress)

@@ -1,7 +1,8 @@
-"""Runs kernels under NVIDIA's compute-sanitizer, case by case, and says which are clean.
+"""Runs kernels under NVIDIA's compute-sanitizer and says which are clean.
 
-A kernel's cases run in one child process. Where that reports anything, each case runs again in a process of its own, so
-that a finding belongs to its case whatever the order in which the tool prints.
+A child process launches several kernels on all their cases, since starting one takes longer than most launches. Where
+the tool reports anything, each kernel runs again in a process of its own, and then each case, so that a finding belongs
+to its case whatever the order in which the tool prints.
 """
 
 import json
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +26,9 @@ from tilery.spec import Case
 from tilery.workbench import sanitize_report
 from tilery.workbench.place import chosen_kernels, place
 from tilery.workbench.sanitize_cases import TOOLS, chosen_cases
-from tilery.workbench.sanitize_report import Report, known_reason
+from tilery.workbench.sanitize_report import Report, expects_findings, known_reason
 
+_KERNELS = 4  # of one child: more would keep the last child busy alone
 _FOUND = 86  # the exit code we ask for where the tool found something
 _OPTIONS = {"memcheck": ("--report-api-errors", "no", "--leak-check", "no", "--padding", "512")}
 
@@ -39,14 +42,32 @@ class Asked:
     timeout_s: float = 600.0  # of one child
 
 
-@dataclass(frozen=True)
-class Batch:
-    """What one child runs."""
+class Run(NamedTuple):
+    """One launch: a kernel on a case."""
 
     op: str
     kernel: str
+    case: Case
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one child runs under one tool."""
+
     tool: str
-    cases: tuple[Case, ...]
+    runs: tuple[Run, ...]
+
+    @property
+    def kernels(self) -> list[tuple[str, str]]:
+        """(op, kernel) pairs, each once."""
+        return list(dict.fromkeys((run.op, run.kernel) for run in self.runs))
+
+    def split(self) -> "list[Batch]":
+        """A batch for each kernel, or where there is only one, for each case."""
+        if len(kernels := self.kernels) == 1:
+            return [Batch(self.tool, (run,)) for run in self.runs]
+        groups = [tuple(run for run in self.runs if (run.op, run.kernel) == each) for each in kernels]
+        return [Batch(self.tool, group) for group in groups]
 
 
 @dataclass
@@ -69,7 +90,7 @@ class Outcome:
     report: Report
     code: int | None  # None: it took too long
     said: str  # the end of what it printed
-    done: dict[int, dict[str, str]] = field(default_factory=dict)  # case -> its last line
+    done: dict[int, dict[str, str]] = field(default_factory=dict)  # number of a run -> its last line
 
 
 def sanitizer() -> Path:
@@ -128,7 +149,7 @@ def watched(program: Path, batch: Batch, asked: Asked) -> Outcome:
     """Run one child to its end, or until it has taken too long."""
     with tempfile.TemporaryDirectory(prefix="tilery-sanitize-") as name:
         folder = Path(name)
-        request = {"op": batch.op, "kernel": batch.kernel, "cases": [case.params for case in batch.cases]}
+        request = [{"op": run.op, "kernel": run.kernel, "case": run.case.params} for run in batch.runs]
         (folder / "request").write_text(json.dumps(request), encoding="utf-8")
         with (folder / "said").open("w+b") as said:
             process = subprocess.Popen(
@@ -145,7 +166,7 @@ def watched(program: Path, batch: Batch, asked: Asked) -> Outcome:
                 _end(process)
         log, said_text = (_text(folder / part) for part in ("log", "said"))
         lines = [json.loads(line) for line in _text(folder / "done").splitlines() if line.endswith("}")]
-        done = {line["case"]: line for line in lines}
+        done = {line["run"]: line for line in lines}
         return Outcome(sanitize_report.parse(f"{log}\n{said_text}"), code, said_text.strip()[-2000:], done)
 
 
@@ -168,74 +189,81 @@ def _text(path: Path) -> str:
 
 
 def judged(batch: Batch, outcome: Outcome) -> list[Row] | None:
-    """A row or more per case; None where a finding or a failure may be any of several cases'."""
-    report, rows = outcome.report, []
+    """A row or more per case; None where a finding or a failure may be any of several kernels' or cases'."""
+    report = outcome.report
     ran = [i for i, line in outcome.done.items() if line["status"] == "ran"]
     if report.not_attached and ran:
         raise ToolMissing(
             f"compute-sanitizer does not see the kernels on this machine, it says: {report.not_attached}. "
             "Virtual machines and containers may forbid it; run it where it may attach to a GPU"
         )
-    finished = all(outcome.done.get(i, {}).get("status") in ("ran", "refused") for i in range(len(batch.cases)))
-    good = finished and report.errors is not None and not report.findings and outcome.code != _FOUND
-    if not good and len(batch.cases) > 1:
-        return None
-    for index, case in enumerate(batch.cases):
-        line = outcome.done.get(index, {})
-        if not good:
-            rows += _bad(batch, outcome, str(case), line)
-        elif line["status"] == "refused":
-            rows.append(Row(batch.op, batch.kernel, str(case), batch.tool, "skipped", line["reason"]))
-        else:
-            rows.append(Row(batch.op, batch.kernel, str(case), batch.tool, "clean"))
-    return rows
+    complete = all(outcome.done.get(i, {}).get("status") in ("ran", "refused") for i in range(len(batch.runs)))
+    complete = complete and report.errors is not None
+    if complete and not report.findings and outcome.code != _FOUND:
+        return [_row(batch, run, outcome.done[i]) for i, run in enumerate(batch.runs)]
+    if complete and len(batch.runs) > 1 and len(batch.kernels) == 1:  # the tool's own findings need not be any case's
+        found = findings(batch, report)
+        if found and all(row.status == "tool" for row in found):
+            return [_row(batch, run, outcome.done[i]) for i, run in enumerate(batch.runs)] + found
+    return _bad(batch, outcome) if len(batch.runs) == 1 else None
 
 
-def _bad(batch: Batch, outcome: Outcome, case: str, line: dict[str, str]) -> list[Row]:
-    named = (batch.op, batch.kernel, case, batch.tool)
-    if rows := findings(batch, outcome.report, case):
+def _row(batch: Batch, run: Run, line: dict[str, str]) -> Row:
+    """The row of a launch that nothing was found in."""
+    status, why = ("skipped", line["reason"]) if line["status"] == "refused" else ("clean", "")
+    return Row(run.op, run.kernel, str(run.case), batch.tool, status, why)
+
+
+def _bad(batch: Batch, outcome: Outcome) -> list[Row]:
+    """The rows of the one launch of a batch, which is not clean."""
+    (run,) = batch.runs
+    line = outcome.done.get(0, {})
+    if rows := findings(batch, outcome.report):
         return rows
+    status, why = "failed", f"its process ended with code {outcome.code} before its end: {outcome.said}"
     if outcome.code is None:
-        return [Row(*named, "failed", "it took longer than --timeout allows")]
-    if line.get("status") == "failed":
-        return [Row(*named, "failed", line["reason"])]
-    if outcome.code == _FOUND:
-        return [Row(*named, "finding", f"the tool found something that it does not name: {outcome.said}")]
-    return [Row(*named, "failed", f"its process ended with code {outcome.code} before its end: {outcome.said}")]
+        why = "it took longer than --timeout allows"
+    elif line.get("status") == "failed":
+        why = line["reason"]
+    elif outcome.code == _FOUND:
+        status, why = "finding", f"the tool found something that it does not name: {outcome.said}"
+    return [Row(run.op, run.kernel, str(run.case), batch.tool, status, why)]
 
 
-def findings(batch: Batch, report: Report, case: str) -> list[Row]:
+def findings(batch: Batch, report: Report) -> list[Row]:
+    """The findings of a batch, named after its kernel and case if it has only one."""
     rows = []
+    op, kernel, case = _label(batch)
     for found in report.findings:
-        reason = known_reason(batch.tool, batch.op, batch.kernel, found)
+        reason = known_reason(batch.tool, op, kernel, found)
         status = "finding" if reason is None else "tool"
-        named = (batch.op, batch.kernel, case, batch.tool)
-        rows.append(Row(*named, status, found.what, found.where or found.function, reason or "", found.count))
+        where = found.where or found.function
+        rows.append(Row(op, kernel, case, batch.tool, status, found.what, where, reason or "", found.count))
     return rows
+
+
+def _label(batch: Batch) -> tuple[str, str, str]:
+    """(op, kernel, case) of a batch; of several, how many."""
+    count = len(batch.runs)
+    op, kernel = batch.kernels[0] if len(batch.kernels) == 1 else (f"({len(batch.kernels)} kernels)", "")
+    return op, kernel, str(batch.runs[0].case) if count == 1 else f"({count} cases in one process)"
 
 
 def examined(program: Path, batch: Batch, asked: Asked) -> list[Row]:
-    """The rows of a batch, where needed from a child for each case."""
+    """The rows of a batch, where needed from a child for each kernel or case."""
     outcome = watched(program, batch, asked)
     if (rows := judged(batch, outcome)) is not None:
         return rows
-    rows = []
-    for case in batch.cases:
-        alone = Batch(batch.op, batch.kernel, batch.tool, (case,))
-        rows += judged(alone, watched(program, alone, asked)) or []
+    rows = [row for part in batch.split() for row in examined(program, part, asked)]
     if all(row.status in ("clean", "skipped") for row in rows):  # it took several: no finding is dropped
-        together = f"({len(batch.cases)} cases in one process)"
-        rows += findings(batch, outcome.report, together) or [
-            Row(
-                batch.op, batch.kernel, together, batch.tool, "failed", f"one by one they run; together: {outcome.said}"
-            )
-        ]
+        why = f"one by one they run; together: {outcome.said}"
+        rows += findings(batch, outcome.report) or [Row(*_label(batch), batch.tool, "failed", why)]
     return rows
 
 
 def batches(ops: Sequence[Op], asked: Asked) -> tuple[list[Batch], list[Row]]:
     """What is to run, tool by tool and most cases first; and rows for what cannot run here."""
-    made: list[Batch] = []
+    found: dict[str, list[list[Run]]] = {tool: [] for tool in asked.tools}  # a list of runs per kernel
     skipped: list[Row] = []
     for op in ops:
         for kernel in chosen_kernels(op, asked.backends):
@@ -248,11 +276,20 @@ def batches(ops: Sequence[Op], asked: Asked) -> tuple[list[Batch], list[Row]]:
                 continue
             for tool in asked.tools:
                 if cases := chosen_cases(op, kernel, tool, asked.cases):
-                    made.append(Batch(op.name, kernel, tool, tuple(cases)))
+                    found[tool].append([Run(op.name, kernel, case) for case in cases])
                 else:
                     skipped.append(Row(op.name, kernel, "", tool, "skipped", "it takes none of the op's cases"))
-    made.sort(key=lambda batch: (TOOLS.index(batch.tool), -len(batch.cases)))
+    made = [batch for tool in TOOLS if tool in found for batch in _together(tool, found[tool])]
     return made, skipped
+
+
+def _together(tool: str, kernels: list[list[Run]]) -> list[Batch]:
+    """Batches of a few kernels each; alone what the tool will report on though it is right."""
+    alone = [runs for runs in kernels if expects_findings(tool, runs[0].op, runs[0].kernel)]
+    others = sorted((runs for runs in kernels if runs not in alone), key=len)
+    count = -(-len(others) // _KERNELS)
+    groups = alone + [[run for runs in others[i::count] for run in runs] for i in range(count)]
+    return [Batch(tool, tuple(runs)) for runs in sorted(groups, key=len, reverse=True)]
 
 
 def rows(ops: Sequence[Op], asked: Asked, progress: Callable[[int, int], None] = lambda *_: None) -> Iterator[Row]:

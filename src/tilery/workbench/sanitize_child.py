@@ -1,7 +1,7 @@
-"""The program that compute-sanitizer watches: launches one kernel for each case it is given and says how that went.
+"""The program that compute-sanitizer watches: makes the launches it is given and says how each went.
 
-It is given two files: a request (op, kernel, cases as dictionaries of their parameters), and where to write one line of
-JSON before and after each case. What it prints otherwise is only shown if it fails.
+It is given two files: a request (a list of op, kernel and case, the case as a dictionary of its parameters), and where
+to write one line of JSON before and after each launch. What it prints otherwise is only shown if it fails.
 """
 
 import json
@@ -35,15 +35,15 @@ def launched(op_name: str, kernel: str, params: dict[str, Any]) -> str | None:
 
 def main(request: Path, results: Path) -> None:
     asked = json.loads(request.read_text(encoding="utf-8"))
-    with results.open("w", buffering=1, encoding="utf-8") as file:  # line by line: the next case may end this process
-        for index, params in enumerate(asked["cases"]):
-            print(json.dumps({"case": index, "status": "started"}), file=file)
+    with results.open("w", buffering=1, encoding="utf-8") as file:  # line by line: the next run may end this process
+        for index, run in enumerate(asked):
+            print(json.dumps({"run": index, "status": "started"}), file=file)
             try:
-                why = launched(asked["op"], asked["kernel"], params)
+                why = launched(run["op"], run["kernel"], run["case"])
                 found = {"status": "ran"} if why is None else {"status": "refused", "reason": why}
-            except Exception as error:  # a kernel may raise anything; the next case has a process of its own then
+            except Exception as error:  # a kernel may raise anything; the next run has a process of its own then
                 found = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
-            print(json.dumps({"case": index, **found}), file=file)
+            print(json.dumps({"run": index, **found}), file=file)
             if found["status"] == "failed":
                 sys.exit(1)
 

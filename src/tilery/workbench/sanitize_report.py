@@ -102,6 +102,12 @@ def known_reason(tool: str, op: str, kernel: str, finding: Finding) -> str | Non
     return next((known.reason for known in KNOWN if known.covers(tool, op, kernel, finding)), None)
 
 
+def expects_findings(tool: str, op: str, kernel: str) -> bool:
+    """Whether the table of known findings names this kernel for this tool."""
+    named = (known for known in KNOWN if known.kernel and re.search(known.tool, tool))
+    return any(re.search(known.kernel, f"{op} {kernel}") for known in named)
+
+
 def parse(log: str) -> Report:
     """Findings in the order in which they were first printed, equal ones counted."""
     blocks, errors, not_attached = _blocks(log), None, ""
