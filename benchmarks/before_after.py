@@ -27,11 +27,13 @@ from pathlib import Path
 import torch
 
 import tilery.ops  # noqa: F401  fills the registry
-from tilery import device, dispatch, timing
 from tilery.cli.common import parsed_case
-from tilery.op import REGISTRY
+from tilery.core import dispatch
+from tilery.core.op import REGISTRY
+from tilery.hardware import device
+from tilery.measure import timing
+from tilery.measure.check import Limits, judge_call
 from tilery.workbench import bench
-from tilery.workbench.check import Limits, judge_call
 
 OTHER = "tilery_before"
 

@@ -13,9 +13,9 @@ from math import prod
 import torch
 
 import tilery.ops  # noqa: F401  fills the registry
-from tilery.op import REGISTRY
-from tilery.spec import TensorSpec
-from tilery.workbench.compile import specs_for
+from tilery.base.spec import TensorSpec
+from tilery.core.op import REGISTRY
+from tilery.measure.compile import specs_for
 
 ODD = ("layout", "special", "wrong", "outside")
 BATCH, BATCHES, ROUNDS = 100, 50, 5

@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from tilery.spec import TensorSpec
-from tilery.workbench.compile import specs_for
+from tilery.base.spec import TensorSpec
+from tilery.measure.compile import specs_for
 
 
 def home(language):

@@ -1,6 +1,6 @@
 """Which compilers the bounds on spilled registers hold for: older ones allocate otherwise, and a user may have one."""
 
-from tilery.backends import load
+from tilery.languages import load
 
 WRITTEN_WITH = {"cuda": (13, 4), "triton": (3, 7)}  # NVRTC; Triton, which brings its own ptxas
 

@@ -31,8 +31,8 @@ os.environ.pop("TILERY_CONFIG_DIR", None)
 os.environ.pop("TILERY_EXPLAIN", None)
 
 import tilery.ops  # noqa: E402, F401  fills the registry, whichever test runs alone
-from tilery.workbench.compile import Compiler  # noqa: E402
-from tilery.workbench.store import git_state  # noqa: E402
+from tilery.measure.compile import Compiler  # noqa: E402
+from tilery.measure.store import git_state  # noqa: E402
 
 TRITON_36 = Path(sys.prefix) / "triton-3.6.0"
 

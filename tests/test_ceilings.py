@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 
-from tilery import ceilings, device, settings
-from tilery.ceilings import Ceilings
-from tilery.spec import Cost
+from tilery.base import settings
+from tilery.base.spec import Cost
+from tilery.hardware import device
+from tilery.measure import ceilings
+from tilery.measure.ceilings import Ceilings
 
 CPU = torch.device("cpu")
 KNOWN = Ceilings(read=4e9, copy=2e9, write=1e9, flops={"fp32": 1e12}, launch_us=1.0)

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from tilery.cli import app, main
-from tilery.op import REGISTRY
+from tilery.core.op import REGISTRY
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said of a machine without a GPU")
 
@@ -171,7 +171,7 @@ def test_show_prints_a_stage():
 
 
 def test_cache_shows_and_clears(monkeypatch, tmp_path):
-    from tilery import settings
+    from tilery.base import settings
 
     ours, other = tmp_path / "cuda" / "old.cubin", tmp_path / "thesis.txt"
     ours.parent.mkdir()

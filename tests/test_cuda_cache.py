@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tilery import settings
-from tilery.errors import CompileFailed
+from tilery.base import settings
+from tilery.base.errors import CompileFailed
 
 pytest.importorskip("cuda.bindings", reason="CUDA C++ is not installed: pip install 'tilery[cuda]'")
 
-from tilery.backends import cubin, cuda_glue
+from tilery.languages import cuda_glue
 
 SOURCE = """#include "tilery.cuh"
 template <typename T, int N>
@@ -45,7 +45,7 @@ def test_built_once_then_read(folder, builds):
     assert first == second
     assert builds == [("source.cu", "sm_90")]
     assert len(list(folder.iterdir())) == 1
-    assert cubin.resources(first.cubin).registers > 0
+    assert toolkit.resources(first.cubin).registers > 0
     assert first.symbols[NAME].encode() in first.cubin
     assert first.symbols[NAME] in first.ptx
 
@@ -104,7 +104,7 @@ def test_folder_that_cannot_be_written(tmp_path, builds):
 def test_two_processes_at_once(tmp_path):
     code = f"""
 import hashlib
-from tilery.backends import cuda_glue
+from tilery.languages import cuda_glue
 print(hashlib.sha256(cuda_glue.compile_source({SOURCE!r}, ({NAME!r},), "sm_90").cubin).hexdigest())
 """
     paths = [str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tilery import backends
+from tilery import languages as backends
 
 if why := backends.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.backends import cuda_glue
-from tilery.backends.cuda_glue import Kernel
-from tilery.errors import CompileFailed
+from tilery.base.errors import CompileFailed
+from tilery.languages import cuda_glue
+from tilery.languages.cuda_glue import Kernel
 
 _IDS = cuda_glue.driver.CUlaunchAttributeID
 _CLUSTER = _IDS.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION

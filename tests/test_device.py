@@ -1,6 +1,6 @@
 import torch
 
-from tilery import device
+from tilery.hardware import device
 
 CPU = torch.device("cpu")
 

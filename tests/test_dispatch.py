@@ -10,11 +10,13 @@ import pytest
 import torch
 
 import tilery
-from tilery import backends, device, settings
-from tilery.errors import BadInput, NoBackend, NoBackward
-from tilery.op import REGISTRY
+from tilery import languages as backends
+from tilery.base import settings
+from tilery.base.errors import BadInput, NoBackend, NoBackward
+from tilery.base.spec import Bucket, TensorSpec
+from tilery.core.op import REGISTRY
+from tilery.hardware import device
 from tilery.ops import cross_entropy, linear, matmul, rms_norm, rms_norm_fp8, silu_mul, softmax
-from tilery.spec import Bucket, TensorSpec
 
 X, W = torch.randn(4, 8), torch.randn(8)
 A, B = torch.randn(4, 8), torch.randn(8, 6)

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilery
-from tilery.errors import BadInput
+from tilery.base.errors import BadInput
 
 
 def meta(*tensors):

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import tilery
-from tilery.op import REGISTRY
+from tilery.core.op import REGISTRY
 
 pytest.importorskip("numba")
 if not hasattr(os, "fork"):
     pytest.skip("no fork on this system", allow_module_level=True)
 
-from tilery.backends import numba_glue
-from tilery.workbench.check import check
+from tilery.languages import numba_glue
+from tilery.measure.check import check
 
 NUMBA = [op for op in REGISTRY.values() if "numba" in op.kernels]
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from cases import plain_case
-from tilery import dispatch
-from tilery.op import REGISTRY, Op
+from tilery.core import dispatch
+from tilery.core.op import REGISTRY, Op
 
 GRADED = [pytest.param(op, id=op.name) for op in REGISTRY.values() if op.backward is not None]
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tilery.op import REGISTRY
+from tilery.core.op import REGISTRY
 
 BENCHMARK = runpy.run_path(str(pathlib.Path(__file__).parents[1] / "benchmarks" / "host_time.py"), run_name="benchmark")
 MANY = ("attention_chunked", "attention_lse", "fused_linear_cross_entropy_backward", "layer_norm_backward", "mla",

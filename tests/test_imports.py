@@ -42,5 +42,6 @@ def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'tilery' has no attribute 'warp_drive'"):
         _ = tilery.warp_drive
     assert (
-        "rms_norm" in dir(tilery) and run("import tilery; print(tilery.errors.BadInput.__name__)").strip() == "BadInput"
+        "rms_norm" in dir(tilery)
+        and run("import tilery; print(tilery.base.errors.BadInput.__name__)").strip() == "BadInput"
     )

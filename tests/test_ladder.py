@@ -7,22 +7,24 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilery import backends, ceilings, device
-from tilery.ceilings import Ceilings
+from tilery import languages as backends
+from tilery.base.spec import case
 from tilery.cli import app
 from tilery.cli import ladder as verb
-from tilery.spec import case
-from tilery.timing import Depth
+from tilery.hardware import device
+from tilery.measure import ceilings
+from tilery.measure.ceilings import Ceilings
+from tilery.measure.compile import specs_for
+from tilery.measure.result import Row
+from tilery.measure.timing import Depth
 from tilery.workbench.bench import BASE
-from tilery.workbench.compile import specs_for
-from tilery.workbench.result import Row
 
 if why := backends.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.backends import cubin, cuda_glue, tensor_maps
 from tilery.ladder import measure, plot
 from tilery.ladder.rungs import RUNGS, Rung, product
+from tilery.languages import cuda_glue, tensor_maps
 
 FILES = [rung for rung in RUNGS.values() if isinstance(rung, Rung)]
 # What the idea of a rung looks like in SASS; with "!" what it is rid of.
@@ -62,7 +64,7 @@ def test_every_rung_builds_without_spills_for_what_it_needs(rung, record_propert
         blocks = 1 if rung.persistent else 2  # that run at once on a processor
         assert made.spills == 0 and made.registers * rung.threads * blocks <= 65536
         assert rung.archs == ("sm_90",) or made.shared <= device.shared_limit("sm_80")
-        sass = cubin.sass(made.cubin)
+        sass = toolkit.sass(made.cubin)
         assert "LDL" not in sass and "STL" not in sass
     for word in SEEN[rung.name].split():
         there = re.search(rf"\b{re.escape(word.removeprefix('!'))}", sass)
@@ -71,7 +73,7 @@ def test_every_rung_builds_without_spills_for_what_it_needs(rung, record_propert
 
 @pytest.mark.parametrize("name", ["warp_roles", "clusters"])
 def test_no_fence_of_the_whole_gpu_stands_between_products(name):
-    sass = cubin.sass(RUNGS[name].compile(*specs(), "sm_90").cubin)
+    sass = toolkit.sass(RUNGS[name].compile(*specs(), "sm_90").cubin)
     products = [found.start() for found in re.finditer("HGMMA", sass)]
     assert not re.search(r"MEMBAR|FENCE", sass[products[0] : products[-1]])
 

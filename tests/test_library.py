@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilery.ops
 from cases import plain_case
-from tilery import dispatch
-from tilery.errors import BadInput
-from tilery.op import REGISTRY, Op
-from tilery.spec import Bucket, Cost, TensorSpec, case
+from tilery.base.errors import BadInput
+from tilery.base.spec import Bucket, Cost, TensorSpec, case
+from tilery.core import dispatch
+from tilery.core.op import REGISTRY, Op
 
 OPS = pytest.mark.parametrize("op", list(REGISTRY.values()), ids=lambda op: op.name)
 
@@ -198,7 +198,7 @@ def test_a_scalar_that_decides_is_part_of_the_key(toys):
 
 
 def test_an_op_in_place_says_what_it_mutates(toys):
-    from tilery.workbench.check import check
+    from tilery.measure.check import check
 
     def reference(x: Tensor) -> None:
         x.mul_(2)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from tilery import files, settings
+from tilery.base import files, settings
+from tilery.base.errors import BadSetting, BadStore, NotWritten
 from tilery.cli import main, surroundings
-from tilery.errors import BadSetting, BadStore, NotWritten
+from tilery.measure.result import Row
+from tilery.measure.store import SCHEMA, Store, export
 from tilery.tuning.journal import Journal
-from tilery.workbench.result import Row
-from tilery.workbench.store import SCHEMA, Store, export
 
 ROW = Row("softmax", "numba", "m=1", "pass")
 
@@ -170,7 +170,7 @@ def test_a_reader_makes_nothing(tmp_path):
 
 
 def test_a_store_that_another_process_holds_is_said(store, monkeypatch):
-    monkeypatch.setattr("tilery.workbench.store._WAIT_S", 0.05)
+    monkeypatch.setattr("tilery.measure.store._WAIT_S", 0.05)
     other = sqlite3.connect(store.path)
     other.execute("BEGIN EXCLUSIVE")
     with pytest.raises(NotWritten, match="another process has been writing it"):
@@ -227,12 +227,12 @@ STOPPED = """
     from tilery import ceilings
     from tilery.cli import main
     from tilery.workbench import child, isolate
-    from tilery.workbench.result import Row
+    from tilery.measure.result import Row
 
     hangs = sys.argv.pop(1) == "hangs"
 
     def measured(units, progress):
-        worker = child.Child("tilery.workbench.compile", 600)
+        worker = child.Child("tilery.measure.compile", 600)
         worker.send(("softmax", "numba", (), None, "cpu"))
         try:
             yield [Row("softmax", "numba", "m=1", "pass")]

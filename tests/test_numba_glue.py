@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("numba")
 from numba import prange
 
-from tilery.backends import numba_cache, numba_glue
-from tilery.backends.numba_glue import f32, load, store
+from tilery.languages import numba_cache, numba_elements, numba_glue
+from tilery.languages.numba_elements import f32, load, store
 
 FORMATS = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
 
@@ -25,7 +25,7 @@ def _copy(source, target, n, source_type, target_type):
 
 def copied(source, dtype):
     target = torch.empty(source.shape, dtype=dtype)
-    tags = numba_glue.STORAGE[source.dtype], numba_glue.STORAGE[dtype]
+    tags = numba_elements.STORAGE[source.dtype], numba_elements.STORAGE[dtype]
     _copy(source.data_ptr(), target.data_ptr(), source.numel(), *tags)
     return target
 
@@ -53,7 +53,7 @@ def test_fp8_is_rounded_as_torch_rounds_it_and_saturates(dtype):
 @numba_glue.kernel
 def _fill(threads, target, n, dtype):
     for i in prange(n):
-        store(target, i, numba_glue.f32(2), dtype)
+        store(target, i, numba_elements.f32(2), dtype)
 
 
 def test_code_on_disk_is_looked_at_without_compiling_it_again():
@@ -101,7 +101,7 @@ def test_numba_without_its_compiler_is_a_refusal():
     code = (
         "import torch, tilery\n"
         "try: tilery.rms_norm(torch.randn(3, 8), torch.randn(8), backend='numba')\n"
-        "except tilery.errors.NoBackend as error: print(error)\n"
+        "except tilery.base.errors.NoBackend as error: print(error)\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", code],

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("numba")
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import load, store
+from tilery.languages import numba_elements, numba_glue
+from tilery.languages.numba_elements import load, store
 
 
 @numba_glue.jit
@@ -17,7 +17,7 @@ def _copy(source, target, n, source_type, target_type):
 
 def rounded(source):
     target = torch.empty(source.shape, dtype=torch.bfloat16)
-    tags = numba_glue.STORAGE[torch.float32], numba_glue.STORAGE[torch.bfloat16]
+    tags = numba_elements.STORAGE[torch.float32], numba_elements.STORAGE[torch.bfloat16]
     _copy(source.data_ptr(), target.data_ptr(), source.numel(), *tags)
     return target
 

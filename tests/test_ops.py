@@ -14,13 +14,15 @@ import torch
 import tilery.ops
 from cases import plain_case, size
 from compilers import most_spills
-from tilery import backends, device, dispatch
-from tilery.errors import Wrong
-from tilery.op import REGISTRY
-from tilery.spec import TensorSpec, case
-from tilery.workbench.check import check, conform, poisoned
-from tilery.workbench.compile import specs_for
-from tilery.workbench.place import place
+from tilery import languages as backends
+from tilery.base.errors import Wrong
+from tilery.base.spec import TensorSpec, case
+from tilery.core import dispatch
+from tilery.core.op import REGISTRY
+from tilery.hardware import device
+from tilery.measure.check import check, conform, poisoned
+from tilery.measure.compile import specs_for
+from tilery.measure.place import place
 
 OPS = tuple(REGISTRY.values())
 KERNELS = [pytest.param(op, k, id=f"{op.name}-{k}") for op in OPS for k in op.kernels]
@@ -284,5 +286,5 @@ def test_interpreter_refuses_bf16(op, monkeypatch):
     language_needed("triton")
     monkeypatch.setattr(backends.load("triton"), "_INTERPRETED", True)
     args = op.complete((), op.inputs(**plain_case(op, "bf16", "triton").params, device="cpu"))
-    with pytest.raises(tilery.errors.NoBackend, match="raw bits of bf16"):
+    with pytest.raises(tilery.base.errors.NoBackend, match="raw bits of bf16"):
         op(*args, backend="triton")

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilery import peers
-from tilery.op import REGISTRY
+from tilery.core import peers
+from tilery.core.op import REGISTRY
 
 
 def test_contracts_name_known_peers_and_torch_is_one():

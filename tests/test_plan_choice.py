@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tilery
-from tilery import dispatch
-from tilery.errors import BadInput, NoBackend
+from tilery.base.errors import BadInput, NoBackend
+from tilery.core import dispatch
 from tilery.ops import rms_norm, softmax
 
 X, W = torch.randn(4, 8), torch.randn(8)

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilery import dispatch, settings, tuned
+from tilery.base import settings
+from tilery.base.spec import TensorSpec
+from tilery.core import dispatch, tuned
 from tilery.ops import rms_norm, softmax
-from tilery.spec import TensorSpec
 
 X, W = torch.randn(4, 8), torch.randn(8)
 

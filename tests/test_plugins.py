@@ -5,7 +5,7 @@ import sys
 import textwrap
 
 LANGUAGE = """
-from tilery.backends import Language
+from tilery.languages import Language
 LANGUAGE = Language("acme", ("acme",), "acme", "pip install acme", "acme")
 """
 KERNEL = """
@@ -24,8 +24,8 @@ def run(outs, args, config): torch.softmax(args[0], -1, out=outs[0])
 OP = """
 import torch
 from torch import Tensor
-from tilery.op import op
-from tilery.spec import Cost, Bucket, TensorSpec, case
+from tilery.core.op import op
+from tilery.base.spec import Cost, Bucket, TensorSpec, case
 @op(check=lambda x: None, outputs=lambda x: (x,), cost=lambda x: Cost(1, x.nbytes, 0), bucket=lambda x: Bucket("", {}),
     inputs=lambda m, device, seed: {"x": torch.randn(m, device=device)}, cases={"test": [case(m=3)]},
     allowed={torch.float32: 1e-6}, kernels=(), baselines={})
@@ -57,7 +57,7 @@ def test_a_package_adds_a_language_an_op_and_a_kernel(tmp_path):
         import torch, tilery
         x = torch.randn(3, 5)
         assert torch.equal(tilery.softmax(x, backend="acme.fast"), torch.softmax(x, -1))
-        from tilery.op import REGISTRY
+        from tilery.core.op import REGISTRY
         assert REGISTRY["acme_negate"].torch_op is torch.ops.tilery.acme_negate
         assert REGISTRY["softmax"].kernels[-1] == "acme.fast"
         print("added")

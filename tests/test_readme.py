@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tilery.cli import app
-from tilery.op import REGISTRY
+from tilery.core.op import REGISTRY
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

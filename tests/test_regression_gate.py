@@ -3,10 +3,10 @@
 import pytest
 from typer.testing import CliRunner
 
-from tilery import settings
+from tilery.base import settings
 from tilery.cli import app
-from tilery.workbench.result import Row
-from tilery.workbench.store import Store
+from tilery.measure.result import Row
+from tilery.measure.store import Store
 
 
 def kept(ratio):

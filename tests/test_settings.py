@@ -1,7 +1,7 @@
 import pytest
 
-from tilery import settings
-from tilery.errors import BadSetting
+from tilery.base import settings
+from tilery.base.errors import BadSetting
 
 
 def test_folders_move_with_the_environment(monkeypatch, tmp_path):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilery import telemetry
-from tilery.telemetry import Reading
+from tilery.hardware import telemetry
+from tilery.hardware.telemetry import Reading
 
 CUDA = torch.device("cuda", 0)
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilery import timing
-from tilery.timing import Depth, Timing
+from tilery.measure import timing
+from tilery.measure.timing import Depth, Timing
 
 CPU = torch.device("cpu")
 

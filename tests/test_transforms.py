@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilery
 from cases import plain_case
-from tilery import dispatch
-from tilery.errors import BadInput, NoBackward
-from tilery.op import REGISTRY
+from tilery.base.errors import BadInput, NoBackward
+from tilery.core import dispatch
+from tilery.core.op import REGISTRY
 
 OPS = pytest.mark.parametrize("op", list(REGISTRY.values()), ids=lambda op: op.name)
 GRADED = [op for op in REGISTRY.values() if op.backward is not None]

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilery import backends, device
-from tilery.op import REGISTRY
-from tilery.spec import TensorSpec
+from tilery import languages as backends
+from tilery.base.spec import TensorSpec
+from tilery.core.op import REGISTRY
+from tilery.hardware import device
 
 
 def test_a_launch_finds_what_was_compiled_ahead():
@@ -35,7 +36,7 @@ def test_a_launch_finds_what_was_compiled_ahead():
 def test_a_kernel_starts_early_where_it_says_so_and_the_device_can(monkeypatch, marked, arch, interpreted, early):
     if why := backends.missing("triton"):
         pytest.skip(why)
-    from tilery.backends import triton_glue
+    from tilery.languages import triton_glue
 
     class Kernel:
         def __getitem__(self, grid):

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import tilery
-from tilery import device, settings, tuned, tuned_files
-from tilery.errors import BadTunedFile, NotWritten
+from tilery.base import settings
+from tilery.base.errors import BadTunedFile, NotWritten
+from tilery.base.spec import Bucket, TensorSpec
+from tilery.core import tuned, tuned_files
+from tilery.hardware import device
 from tilery.ops import matmul
-from tilery.spec import Bucket, TensorSpec
 
 K, N, M = 256, 8192, 4096
 SLUG = device.slug(torch.device("cpu"))

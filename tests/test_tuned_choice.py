@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from tilery import device, settings, tuned
-from tilery.op import Op
+from tilery.base import settings
+from tilery.base.spec import TensorSpec
+from tilery.core import tuned
+from tilery.core.op import Op
+from tilery.hardware import device
 from tilery.ops import matmul
-from tilery.spec import TensorSpec
 
 SPECS = (*(TensorSpec.contiguous(shape, torch.float32, "cpu") for shape in ((4096, 256), (256, 8192))), "ieee")
 HERE = device.slug(torch.device("cpu"))

@@ -14,11 +14,11 @@ from triton.compiler.compiler import make_backend
 from triton.runtime import jit
 
 import tilery.ops  # noqa: F401  fills the registry
-from tilery import device
-from tilery.backends import cubin, triton_glue
-from tilery.errors import CompileFailed
-from tilery.op import REGISTRY
-from tilery.workbench.compile import specs_for
+from tilery.base.errors import CompileFailed
+from tilery.core.op import REGISTRY
+from tilery.hardware import device
+from tilery.languages import triton_glue
+from tilery.measure.compile import specs_for
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 compiled, launched = set(), set()
@@ -84,7 +84,7 @@ def said_of_one_that_does_not_wait(op):
 
 def main():
     triton.compile = compile_nothing
-    cubin.resources = lambda code: type("Used", (), {"registers": 0, "spills": 0, "shared": 0})
+    toolkit.resources = lambda code: type("Used", (), {"registers": 0, "spills": 0, "shared": 0})
     jit.JITFunction.run = launch_nothing
     device.arch = lambda where: "sm_90"
     ops = [op for op in REGISTRY.values() if "triton" in op.kernels]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tilery import errors as errors
     from tilery import tuning as tuning
-    from tilery.dispatch import explain_dispatch as explain_dispatch
+    from tilery.base import errors as errors
+    from tilery.core.policy import explain_dispatch as explain_dispatch
     from tilery.ops import *  # noqa: F403
     from tilery.patch import register_attention as register_attention
     from tilery.tuning import tune as tune
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Imported on first use, so that `tilery --help` does not wait for torch. An op is its folder.
 _MODULES = ("errors", "tuning")
 _PUBLIC = {
-    "explain_dispatch": "tilery.dispatch",
+    "explain_dispatch": "tilery.core.policy",
     "tune": "tilery.tuning",
     "register_attention": "tilery.patch",
     "grouped_matmul_list": "tilery.ops",

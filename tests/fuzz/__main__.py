@@ -13,7 +13,7 @@ import tilery.ops  # noqa: F401  fills the registry
 from fuzz.call import parsed
 from fuzz.child import Child
 from fuzz.fuzz import fuzz
-from tilery.op import REGISTRY
+from tilery.core.op import REGISTRY
 
 
 def main() -> int:

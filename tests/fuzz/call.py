@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery.op import REGISTRY, Op
+from tilery.core.op import REGISTRY, Op
 
 # A number may be planted in an element, in a whole row ("row:…") or in the whole tensor ("all:…"); "by:…" multiplies.
 NUMBERS = {

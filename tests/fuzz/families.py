@@ -10,7 +10,7 @@ from typing import Any
 
 from fuzz.call import NUMBERS, Call
 from fuzz.guards import LAYOUTS
-from tilery.op import Op
+from tilery.core.op import Op
 
 ATTENTION = ("attention", "attention_lse", "attention_backward", "mla")  # of whole sequences, packed or not
 CACHED = ("attention_decode", "attention_chunked", "mla_decode")

@@ -9,8 +9,8 @@ from fuzz.child import ENDED, Child
 from fuzz.run import Outcome
 from fuzz.shrink import shrunk
 from fuzz.strategies import draw
-from tilery.op import Op
-from tilery.workbench.place import place
+from tilery.core.op import Op
+from tilery.measure.place import place
 
 _SAME = 12  # letters, by which two failures are alike
 _TRIES, _FEW_TRIES = 150, 12  # to make a call smaller; few where each may end a process

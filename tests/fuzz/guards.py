@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery.spec import TensorSpec
-from tilery.workbench.check import poisoned
+from tilery.base.spec import TensorSpec
+from tilery.measure.check import poisoned
 
 # same: the strides it has; offset: the same, one element further; padded: rows with a gap, on 16 bytes; odd: with a gap
 # that is not; transposed: columns next to each other; outer: of more dimensions, the two before the last change places.

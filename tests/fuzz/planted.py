@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery.op import REGISTRY
+from tilery.core.op import REGISTRY
 
 
 def _put(spoil: Callable[[Tensor, Tensor], None]) -> None:

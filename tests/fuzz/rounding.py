@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import dispatch
-from tilery.op import Op
-from tilery.workbench.check import Limits, Right
-from tilery.workbench.judge import half_steps
+from tilery.core import dispatch
+from tilery.core.op import Op
+from tilery.measure.check import Limits, Right
+from tilery.measure.judge import half_steps
 
 _SAMPLES, _MARGIN = 16, 8  # a backward stable kernel stays below a tenth of that
 _FEW = 2048  # elements, whose roundings do not even out

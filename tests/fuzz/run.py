@@ -9,12 +9,12 @@ from torch import Tensor
 from fuzz.call import Call, arguments, is_float
 from fuzz.guards import Guarded
 from fuzz.rounding import explained
-from tilery import dispatch
-from tilery.errors import BadInput, NoBackend, NoBackward, Wrong
-from tilery.op import REGISTRY, Op
-from tilery.spec import TensorSpec
-from tilery.workbench.check import check_call, reference
-from tilery.workbench.place import place
+from tilery.base.errors import BadInput, NoBackend, NoBackward, Wrong
+from tilery.base.spec import TensorSpec
+from tilery.core import dispatch
+from tilery.core.op import REGISTRY, Op
+from tilery.measure.check import check_call, reference
+from tilery.measure.place import place
 
 NOT_DRAWN, BAD_INPUT = "not drawn:", "bad input:"  # refusals by which a strategy is poor
 

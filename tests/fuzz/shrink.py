@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from fuzz import families
 from fuzz.call import Call
-from tilery.op import REGISTRY
+from tilery.core.op import REGISTRY
 
 
 def shrunk(call: Call, fails: Callable[[Call], bool], most: int) -> Call:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fuzz import families
 from fuzz.call import Call
-from tilery.op import Op
+from tilery.core.op import Op
 
 SIZES = (0, 1, 1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 33, 63, 64, 65, 97, 127, 128, 129, 191, 256, 257)
 _LONG = (*SIZES, 511, 512, 513, 1000, 1023, 1025, 2049, 4095, 4097, 8191)

@@ -5,8 +5,8 @@ import pytest
 from fuzz.child import Child
 from fuzz.fuzz import fuzz
 from fuzz.run import BAD_INPUT, NOT_DRAWN
-from tilery import backends
-from tilery.op import REGISTRY
+from tilery import languages as backends
+from tilery.core.op import REGISTRY
 
 KERNELS = [pytest.param(op, kernel, id=f"{op.name}-{kernel}") for op in REGISTRY.values() for kernel in op.kernels]
 ENOUGH = 20  # calls, from which on it is told how many of them were refused

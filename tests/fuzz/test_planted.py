@@ -15,7 +15,7 @@ from fuzz.child import Child
 from fuzz.fuzz import fuzz
 from fuzz.run import run
 from fuzz.strategies import draw
-from tilery.op import REGISTRY
+from tilery.core.op import REGISTRY
 
 SOFTMAX = REGISTRY["softmax"]
 TESTS = Path(__file__).parents[1]

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tilery.core.op import REGISTRY
 from tilery.models.estimates import ESTIMATES, experts_hit
-from tilery.op import REGISTRY
 
 
 def test_experts_that_get_a_token():

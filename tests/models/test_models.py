@@ -6,10 +6,10 @@ import pytest
 
 import tilery.ops  # noqa: F401  fills the registry
 from tilery import models
-from tilery.errors import BadInput
-from tilery.op import REGISTRY
+from tilery.base.errors import BadInput
+from tilery.core.op import REGISTRY
+from tilery.measure.compile import specs_for
 from tilery.workbench import shapes
-from tilery.workbench.compile import specs_for
 
 SMALL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
          "num_attention_heads": 4, "vocab_size": 100, "rope_theta": 1e4}  # fmt: skip

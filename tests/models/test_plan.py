@@ -9,14 +9,14 @@ import torch
 from typer.testing import CliRunner
 
 from tilery import models
-from tilery.ceilings import Ceilings
+from tilery.base.errors import BadInput
+from tilery.base.spec import Cost
 from tilery.cli import app
-from tilery.errors import BadInput
+from tilery.core.op import REGISTRY
+from tilery.measure.ceilings import Ceilings
+from tilery.measure.compile import specs_for
 from tilery.models import plan, roofs
 from tilery.models.steps import DECODE, PREFILL, Pass, steps
-from tilery.op import REGISTRY
-from tilery.spec import Cost
-from tilery.workbench.compile import specs_for
 from tilery.workbench.shapes import PRODUCT_ROWS
 
 H200 = roofs.find("h200")

@@ -8,7 +8,7 @@ from mutations.__main__ import table
 from mutations.catalogue import MUTATIONS
 from mutations.mutation import CONFORMANCE, Mutation, NotApplicable, find
 from mutations.run import INVALID, NOTICED, UNNOTICED, Project, Run, Verdict, applies, judged, run_all
-from tilery.op import REGISTRY
+from tilery.core.op import REGISTRY
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.layer}/{m.name}")

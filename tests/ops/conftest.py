@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cases import home
-from tilery import backends, device
+from tilery import languages as backends
+from tilery.hardware import device
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def launches(monkeypatch):
     """What is handed to the driver, without one: kernels with their arguments, and tensor maps."""
     if why := backends.missing("cuda"):
         pytest.skip(why)
-    from tilery.backends import cuda_glue, tensor_maps
+    from tilery.languages import cuda_glue, tensor_maps
     from tilery.parts import hopper_paged_attention
 
     made, maps = [], []

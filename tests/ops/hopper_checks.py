@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from tilery import device
-from tilery.workbench.check import check
-from tilery.workbench.place import place
+from tilery.hardware import device
+from tilery.measure.check import check
+from tilery.measure.place import place
 
 
 def weights_are_made_while_it_multiplies(sass, keys):

@@ -5,7 +5,7 @@ import torch
 
 import tilery
 from cases import home
-from tilery.op import REGISTRY
+from tilery.core.op import REGISTRY
 
 
 @pytest.mark.parametrize("places", [(5, 69), (5, 70), (63, 64), (0, 255), (100, 101)])

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import tilery
-from tilery import device, dispatch
-from tilery.errors import BadInput
-from tilery.op import REGISTRY
+from tilery.base.errors import BadInput
+from tilery.base.spec import TensorSpec, case
+from tilery.core import dispatch
+from tilery.core.op import REGISTRY
+from tilery.hardware import device
+from tilery.measure.compile import specs_for
 from tilery.parts.attention import pairs
 from tilery.parts.attention_cases import draw
-from tilery.spec import TensorSpec, case
-from tilery.workbench.compile import specs_for
 
 OP, LSE = REGISTRY["attention"], REGISTRY["attention_lse"]
 BACKENDS = ["numba", "triton"]

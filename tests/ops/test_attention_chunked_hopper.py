@@ -6,18 +6,19 @@ import pytest
 import torch
 from hopper_checks import card, on_card, weights_are_made_while_it_multiplies
 
-from tilery import backends, device
+from tilery import languages as backends
+from tilery.base.spec import case
+from tilery.hardware import device
+from tilery.measure.compile import specs_for
 from tilery.ops import attention_chunked
 from tilery.ops.attention_chunked import inputs
-from tilery.spec import case
-from tilery.workbench.compile import specs_for
 
 if why := backends.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
 from cuda.bindings import driver
 
-from tilery.backends import cubin, tensor_maps
+from tilery.languages import tensor_maps
 from tilery.ops.attention_chunked import cuda_hopper_kernel as kernel
 from tilery.ops.attention_chunked.cuda_hopper_kernel import Config
 from tilery.parts import hopper_attention, hopper_paged_attention
@@ -147,7 +148,7 @@ def test_every_form_builds_and_makes_weights_while_it_multiplies(config, n, dtyp
     shared = hopper_attention.Config(128, config.block_n, config.stages).shared(width)
     assert made.spills == 0 and made.shared == shared + 1024 <= device.shared_limit("sm_90")
     assert made.registers == 168  # as many as all threads may start with
-    sass = cubin.sass(made.cubin)
+    sass = toolkit.sass(made.cubin)
     assert f"HGMMA.64x{config.block_n}x16.F32" in sass and "UTMALDG.4D" in sass
     assert ("MULTICAST" in sass) == (config.share > 1)
     assert weights_are_made_while_it_multiplies(sass, config.block_n)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tilery.op import REGISTRY
-from tilery.spec import Cost, case
-from tilery.workbench.compile import specs_for
+from tilery.base.spec import Cost, case
+from tilery.core.op import REGISTRY
+from tilery.measure.compile import specs_for
 
 
 def cost(op, **more):

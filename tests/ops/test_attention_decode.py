@@ -6,14 +6,15 @@ import pytest
 import torch
 
 import tilery
-from tilery import backends, device
-from tilery.errors import BadInput, NoBackward
-from tilery.op import REGISTRY
+from tilery import languages as backends
+from tilery.base.errors import BadInput, NoBackward
+from tilery.base.spec import case
+from tilery.core.op import REGISTRY
+from tilery.hardware import device
+from tilery.measure.check import check
+from tilery.measure.compile import specs_for
+from tilery.measure.place import place
 from tilery.parts.paged_attention import most_splits
-from tilery.spec import case
-from tilery.workbench.check import check
-from tilery.workbench.compile import specs_for
-from tilery.workbench.place import place
 
 DECODE, CHUNKED = REGISTRY["attention_decode"], REGISTRY["attention_chunked"]
 LENGTHS = "150+1+0+131+64+17+149+3+65+128+90+50+2+150+77+31"

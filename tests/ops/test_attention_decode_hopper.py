@@ -7,16 +7,17 @@ import pytest
 import torch
 from hopper_checks import card, on_card, weights_are_made_while_it_multiplies
 
-from tilery import backends, device
+from tilery import languages as backends
+from tilery.base.spec import case
+from tilery.hardware import device
+from tilery.measure.compile import specs_for
 from tilery.ops import attention_decode
 from tilery.ops.attention_decode import inputs
-from tilery.spec import case
-from tilery.workbench.compile import specs_for
 
 if why := backends.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.backends import cubin
+from tilery.languages import toolkit
 from tilery.ops.attention_decode import cuda_hopper_kernel as kernel
 from tilery.ops.attention_decode.cuda_hopper_kernel import Config
 from tilery.parts import hopper_paged_attention
@@ -151,7 +152,7 @@ def test_two_blocks_fit_a_processor_and_weights_are_made_while_it_multiplies(con
     assert made.spills == 0 and made.registers == 128 and 2 * 256 * made.registers == REGISTERS
     dynamic = hopper_paged_attention._kernel(getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype]), n, config)
     assert 2 * (dynamic.shared + RESERVED) <= MEMORY and dynamic.threads == 256
-    sass = cubin.sass(made.cubin)
+    sass = toolkit.sass(made.cubin)
     # What a consumer takes and the producer gives is what both started with.
     taken = sorted(int(x, 16) for x in re.findall(r"USETMAXREG.*?(0x[0-9a-f]+) ;", sass))
     assert taken == [40, 216] and sum(taken) == 2 * made.registers

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import tilery
-from tilery import backends, device
-from tilery.backends import cubin
-from tilery.op import REGISTRY
-from tilery.spec import case
-from tilery.workbench.check import check
-from tilery.workbench.compile import specs_for
-from tilery.workbench.place import place
+from tilery import languages as backends
+from tilery.base.spec import case
+from tilery.core.op import REGISTRY
+from tilery.hardware import device
+from tilery.languages import toolkit
+from tilery.measure.check import check
+from tilery.measure.compile import specs_for
+from tilery.measure.place import place
 
 if why := backends.missing("tilelang"):
     pytest.skip(why, allow_module_level=True)
@@ -48,7 +49,7 @@ def test_tiles_of_pages_are_fetched_16_bytes_at_a_time_into_every_stage(compiler
     made = compiler.compile("attention_decode", "tilelang", given, "sm_90")
     assert made.shared == kernel._shared(given[0], kernel.default(*given))  # with the 1024 bytes of the driver
     assert "cp_async_gs_conditional<16>" in made.code["cuda"] and "cp_async_wait<1>" in made.code["cuda"]
-    code = cubin.sass(made.cubin)
+    code = toolkit.sass(made.cubin)
     assert "HGMMA" in code and "LDGSTS" in code and made.spills == 0
 
 

@@ -8,16 +8,17 @@ import torch
 from hopper_checks import card, on_card, weights_are_made_while_it_multiplies
 
 from compilers import most_spills
-from tilery import backends, device
+from tilery import languages as backends
+from tilery.base.spec import case
+from tilery.hardware import device
+from tilery.measure.compile import specs_for
 from tilery.ops import attention, attention_lse
 from tilery.parts.attention_cases import draw
-from tilery.spec import case
-from tilery.workbench.compile import specs_for
 
 if why := backends.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.backends import cubin
+from tilery.languages import toolkit
 from tilery.ops.attention import cuda_hopper_kernel as kernel
 from tilery.parts import hopper_attention
 from tilery.parts.hopper_attention import Config
@@ -133,7 +134,7 @@ def test_every_form_builds_and_makes_weights_while_it_multiplies(config, n, dtyp
     assert made.spills <= most_spills("cuda", 8 if config.block_m == 192 else 0)  # by NVRTC 13.0
     assert made.shared == config.shared(width) + 1024 <= device.shared_limit("sm_90")
     assert made.registers == (168 if config.block_m == 128 else 128)  # as many as all threads may start with
-    sass = cubin.sass(made.cubin)
+    sass = toolkit.sass(made.cubin)
     assert f"HGMMA.64x{config.block_n}x16.F32" in sass and "UTMALDG.4D" in sass
     assert ("MULTICAST" in sass) == (config.share > 1)
     assert re.search(rf"HGMMA\.64x{width}x16\.F32\S* R\d+, R\d+, gdesc\[UR\d+\]\.tnspB", sass)  # weights from registers

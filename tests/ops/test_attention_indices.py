@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import tilery
-from tilery import dispatch, settings
-from tilery.errors import BadInput
-from tilery.op import REGISTRY
+from tilery.base import settings
+from tilery.base.errors import BadInput
+from tilery.core import dispatch
+from tilery.core.op import REGISTRY
 
 PACKED = ("attention", "attention_lse", "attention_backward", "mla")
 CACHED = ("attention_decode", "attention_chunked", "mla_decode")

@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tilery.op import REGISTRY
+from tilery.base.spec import case
+from tilery.core.op import REGISTRY
+from tilery.measure.check import check_baseline
 from tilery.parts import paged_peers
 from tilery.parts.attention import attend
-from tilery.spec import case
-from tilery.workbench.check import check_baseline
 
 DECODE = {"m": 3, "keys": 96, "n": 32, "heads": 4, "kv_heads": 2, "dtype": "fp16"}
 CHUNKED = {"m": 21, "keys": 96, "chunks": "16+0+5", "n": 32, "dtype": "fp16"}

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import tilery
-from tilery.errors import BadInput
-from tilery.op import REGISTRY
+from tilery.base.errors import BadInput
+from tilery.base.spec import case
+from tilery.core.op import REGISTRY
+from tilery.measure.compile import specs_for
 from tilery.parts.attention_checks import cutting_window
-from tilery.spec import case
-from tilery.workbench.compile import specs_for
 
 BACKENDS = ["numba", "triton"]  # tests/ops/conftest.py puts their tensors where these run
 EITHER = pytest.mark.parametrize("backend", BACKENDS)

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import tilery
-from tilery import dispatch
-from tilery.errors import BadInput, NoBackward
-from tilery.op import REGISTRY
-from tilery.spec import case
-from tilery.workbench.check import check, check_baseline
-from tilery.workbench.compile import specs_for
-from tilery.workbench.place import place
+from tilery.base.errors import BadInput, NoBackward
+from tilery.base.spec import case
+from tilery.core import dispatch
+from tilery.core.op import REGISTRY
+from tilery.measure.check import check, check_baseline
+from tilery.measure.compile import specs_for
+from tilery.measure.place import place
 
 BMM, MATMUL = REGISTRY["bmm"], REGISTRY["matmul"]
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from cases import size
-from tilery.errors import BadInput
-from tilery.op import REGISTRY
-from tilery.workbench.check import reference
+from tilery.base.errors import BadInput
+from tilery.core.op import REGISTRY
+from tilery.measure.check import reference
 
 SCALARS = [
     pytest.param(op, name, id=f"{op.name}-{name}")

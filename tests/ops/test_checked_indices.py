@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import tilery
-from tilery import settings
-from tilery.errors import BadInput
-from tilery.op import REGISTRY
+from tilery.base import settings
+from tilery.base.errors import BadInput
+from tilery.core.op import REGISTRY
 
 LOGITS, X, WEIGHT = torch.randn(3, 8), torch.randn(3, 4), torch.randn(8, 4)
 VALUES = torch.randn(3)

@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilery import backends, device, dispatch
-from tilery.op import REGISTRY
+from tilery import languages as backends
+from tilery.base.spec import TensorSpec, case
+from tilery.core import dispatch
+from tilery.core.op import REGISTRY
+from tilery.hardware import device
+from tilery.measure.check import check
+from tilery.measure.place import place
 from tilery.parts import losses
-from tilery.spec import TensorSpec, case
-from tilery.workbench.check import check
-from tilery.workbench.place import place
 
 KERNELS = pytest.mark.parametrize("kernel", ["numba", "triton"])
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from compilers import most_spills
-from tilery import backends, device
-from tilery.op import REGISTRY
-from tilery.spec import TensorSpec
+from tilery import languages as backends
+from tilery.base.spec import TensorSpec
+from tilery.core.op import REGISTRY
+from tilery.hardware import device
 
 if why := backends.missing("cuda"):
     pytest.skip(why, allow_module_level=True)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tilery import device
-from tilery.errors import BadInput, NoBackend
+from tilery.base.errors import BadInput, NoBackend
+from tilery.base.spec import TensorSpec, case
+from tilery.hardware import device
+from tilery.measure.check import check, check_baseline
+from tilery.measure.compile import specs_for
+from tilery.measure.place import place
 from tilery.ops import dequantize_fp8, fp8_matmul, fp8_matmul_rowwise, quantize_fp8
-from tilery.spec import TensorSpec, case
-from tilery.workbench.check import check, check_baseline
-from tilery.workbench.compile import specs_for
-from tilery.workbench.place import place
 
 
 def given(op, m=8, n=130, k=256, **more):

@@ -5,15 +5,15 @@ import ctypes
 import pytest
 import torch
 
-from tilery import backends
+from tilery import languages as backends
+from tilery.base.spec import TensorSpec, case
+from tilery.measure.compile import specs_for
 from tilery.ops import fp8_matmul
-from tilery.spec import TensorSpec, case
-from tilery.workbench.compile import specs_for
 
 if why := backends.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.backends import cubin, cuda_glue, tensor_maps
+from tilery.languages import cuda_glue, tensor_maps
 from tilery.ops.fp8_matmul import cuda_kernel
 from tilery.ops.fp8_matmul.cuda_kernel import Config
 
@@ -131,7 +131,7 @@ FORMS = [
 def test_every_form_builds_and_multiplies_fp8_without_spills(config, a, b, out):
     made = cuda_kernel.compile(specs(dtype=a, dtype_b=b, out=out), config, "sm_90")
     assert made.spills == 0 and made.registers * config.threads <= 65536
-    sass = cubin.sass(made.cubin)
+    sass = toolkit.sass(made.cubin)
     part = config.block_n if config.block_n <= 128 else config.block_n // 2
     first, second, columns = (a, b, part) if config.form == "wide" else (b, a, config.block_m)
     assert ("UTMASTG.2D" in sass) == config.staged

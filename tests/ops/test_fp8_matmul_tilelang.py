@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from tilery import backends, device
-from tilery.backends import cubin
+from tilery import languages as backends
+from tilery.base.spec import case
+from tilery.hardware import device
+from tilery.languages import toolkit
+from tilery.measure.check import check
+from tilery.measure.compile import specs_for
+from tilery.measure.place import place
 from tilery.ops import fp8_matmul
-from tilery.spec import case
-from tilery.workbench.check import check
-from tilery.workbench.compile import specs_for
-from tilery.workbench.place import place
 
 if why := backends.missing("tilelang"):
     pytest.skip(why, allow_module_level=True)
@@ -44,7 +45,7 @@ def specs(m=64, n=512, k=1024, **more):
 def test_a_variant_multiplies_fp8_by_wgmma_in_the_shared_memory_it_says(config, compiler):
     """More would be products of scales for every stage: those are fetched ahead, and overwritten while still read."""
     made = compiler.compile("fp8_matmul", "tilelang", specs(), "sm_90", config)
-    assert "QGMMA" in cubin.sass(made.cubin) and made.spills == 0
+    assert "QGMMA" in toolkit.sass(made.cubin) and made.spills == 0
     reserved = 1024  # by the driver
     assert made.shared - reserved == kernel._shared(config, itemsize=2)
     assert made.code["cuda"].count("__global__ void __launch_bounds__") == (2 if config.split_k > 1 else 1)

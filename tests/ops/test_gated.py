@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilery
-from tilery.errors import BadInput
+from tilery.base.errors import BadInput
 
 OPS = pytest.mark.parametrize(
     ("op", "more"),

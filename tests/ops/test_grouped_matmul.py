@@ -4,14 +4,14 @@ import pytest
 import torch
 
 import tilery
-from tilery import backends
-from tilery.errors import BadInput, NoBackward
-from tilery.op import REGISTRY
+from tilery import languages as backends
+from tilery.base.errors import BadInput, NoBackward
+from tilery.base.spec import case
+from tilery.core.op import REGISTRY
+from tilery.measure.check import check, check_baseline
+from tilery.measure.compile import specs_for
+from tilery.measure.place import place
 from tilery.ops.grouped_matmul import groups_hit, tiles_expected
-from tilery.spec import case
-from tilery.workbench.check import check, check_baseline
-from tilery.workbench.compile import specs_for
-from tilery.workbench.place import place
 
 OP, MATMUL = REGISTRY["grouped_matmul"], REGISTRY["matmul"]
 KERNELS = pytest.mark.parametrize("kernel", ["numba", "triton"])

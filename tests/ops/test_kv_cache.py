@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilery
-from tilery.errors import BadInput
+from tilery.base.errors import BadInput
 from tilery.ops.rope_cache_write_ import inputs
 from tilery.parts import fp8, kv_cache
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilery import backends
-from tilery.errors import BadInput, NoBackend, NoBackward, Wrong
-from tilery.op import REGISTRY
+from tilery import languages as backends
+from tilery.base.errors import BadInput, NoBackend, NoBackward, Wrong
+from tilery.base.spec import case
+from tilery.core.op import REGISTRY
+from tilery.measure import check
+from tilery.measure.compile import specs_for
 from tilery.ops import linear, linear_silu_mul, matmul, matmul_add, silu_mul
 from tilery.parts import products
 from tilery.parts.numba_products import Config
-from tilery.spec import case
-from tilery.workbench import check
-from tilery.workbench.compile import specs_for
 
 X, W, BIAS = torch.randn(2, 3, 8), torch.randn(6, 8), torch.randn(6)
 R = torch.randn(2, 3, 6)

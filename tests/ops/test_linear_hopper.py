@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from tilery import backends, device
-from tilery.op import REGISTRY
-from tilery.spec import case
-from tilery.workbench.compile import specs_for
+from tilery import languages as backends
+from tilery.base.spec import case
+from tilery.core.op import REGISTRY
+from tilery.hardware import device
+from tilery.measure.compile import specs_for
 
 if why := backends.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.backends import cubin, cuda_glue, tensor_maps
+from tilery.languages import cuda_glue, tensor_maps
 from tilery.ops import linear, linear_silu_mul, matmul_add
 from tilery.ops.linear.cuda_hopper_kernel import Config
 from tilery.ops.linear_silu_mul.cuda_hopper_kernel import Config as GatedConfig
@@ -120,7 +121,7 @@ MADE = [
 @pytest.mark.parametrize(("op", "config", "more"), MADE, ids=str)
 def test_an_ending_neither_spills_nor_keeps_products_waiting(op, config, more):
     made = REGISTRY[op].kernel("cuda.hopper").compile(specs(op, **more), config, "sm_90")
-    sass = cubin.sass(made.cubin)
+    sass = toolkit.sass(made.cubin)
     assert made.spills == 0 and "HGMMA" in sass
     assert "DEPBAR.LE gsb0, 0x1" in sass and sass.count("DEPBAR.LE gsb0, 0x0") == 1  # only where a tile ends
 

@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from tilery import backends, device
+from tilery import languages as backends
+from tilery.base.spec import case
+from tilery.hardware import device
+from tilery.measure.compile import specs_for
 from tilery.ops import matmul
-from tilery.spec import case
-from tilery.workbench.compile import specs_for
 
 if why := backends.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.backends import cubin, cuda_glue, tensor_maps
+from tilery.languages import cuda_glue, tensor_maps
 from tilery.ops.matmul import cuda_hopper_kernel as kernel
 from tilery.ops.matmul.cuda_hopper_kernel import Config
 
@@ -145,7 +146,7 @@ FORMS = [
 @pytest.mark.parametrize(("config", "dtype"), FORMS, ids=lambda v: str(v))
 def test_every_form_builds_and_keeps_products_under_way(config, dtype):
     made = kernel.compile(specs(dtype=dtype), config, "sm_90")
-    sass = cubin.sass(made.cubin)
+    sass = toolkit.sass(made.cubin)
     columns = config.block_n if config.form == "wide" else config.block_m
     assert made.spills == 0 and f"HGMMA.64x{columns}x16.F32" in sass and "UTMALDG.2D" in sass
     assert "DEPBAR.LE gsb0, 0x1" in sass  # one block of K is multiplied while the next is waited for

@@ -5,13 +5,15 @@ import torch
 
 import tilery
 from compilers import most_spills
-from tilery import backends, device, dispatch
-from tilery.errors import BadInput, NoBackward
-from tilery.op import REGISTRY
-from tilery.spec import case
-from tilery.workbench.check import check
-from tilery.workbench.compile import specs_for
-from tilery.workbench.place import place
+from tilery import languages as backends
+from tilery.base.errors import BadInput, NoBackward
+from tilery.base.spec import case
+from tilery.core import dispatch
+from tilery.core.op import REGISTRY
+from tilery.hardware import device
+from tilery.measure.check import check
+from tilery.measure.compile import specs_for
+from tilery.measure.place import place
 
 mla, mla_decode = REGISTRY["mla"], REGISTRY["mla_decode"]
 SMALL = {"heads": 3, "latent": 32, "rope": 16}

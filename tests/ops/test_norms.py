@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import tilery
-from tilery import backends
-from tilery.errors import BadInput
-from tilery.op import REGISTRY
+from tilery import languages as backends
+from tilery.base.errors import BadInput
+from tilery.base.spec import case
+from tilery.core.op import REGISTRY
+from tilery.measure.check import check
+from tilery.measure.place import place
 from tilery.parts import fp8
-from tilery.spec import case
-from tilery.workbench.check import check
-from tilery.workbench.place import place
 
 X, RESIDUAL = torch.randn(6, 96).bfloat16(), torch.randn(6, 96).bfloat16()
 W = torch.randn(96).bfloat16()

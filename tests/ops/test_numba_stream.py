@@ -2,16 +2,16 @@
 
 import pytest
 
-from tilery import backends
-from tilery.op import REGISTRY
-from tilery.spec import case
-from tilery.workbench.check import check, poisoned
-from tilery.workbench.compile import specs_for
+from tilery import languages as backends
+from tilery.base.spec import case
+from tilery.core.op import REGISTRY
+from tilery.measure.check import check, poisoned
+from tilery.measure.compile import specs_for
 
 if why := backends.missing("numba"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.backends.numba_glue import STORAGE
+from tilery.languages.numba_elements import STORAGE
 from tilery.parts import numba_stream
 from tilery.parts.numba_rows import Config
 from tilery.parts.numba_stream import BLOCK, LINE

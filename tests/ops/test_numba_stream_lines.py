@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tilery import backends
+from tilery import languages as backends
 
 if why := backends.missing("numba"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.backends.numba_glue import STORAGE
+from tilery.languages.numba_elements import STORAGE
 from tilery.parts.numba_stream import LINE, too_large
 
 FP32 = STORAGE[torch.float32]

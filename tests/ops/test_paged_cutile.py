@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from tilery import backends, device
+from tilery import languages as backends
+from tilery.base.spec import case
+from tilery.hardware import device
+from tilery.measure.check import check
+from tilery.measure.compile import specs_for
+from tilery.measure.place import place
 from tilery.ops import attention_decode, mla_decode
-from tilery.spec import case
-from tilery.workbench.check import check
-from tilery.workbench.compile import specs_for
-from tilery.workbench.place import place
 
 if why := backends.missing("cutile"):
     pytest.skip(why, allow_module_level=True)

@@ -5,12 +5,13 @@ import re
 import pytest
 import torch
 
-from tilery import backends, dispatch
-from tilery.op import REGISTRY
-from tilery.spec import case
-from tilery.workbench.check import check
-from tilery.workbench.compile import specs_for
-from tilery.workbench.place import place
+from tilery import languages as backends
+from tilery.base.spec import case
+from tilery.core import dispatch
+from tilery.core.op import REGISTRY
+from tilery.measure.check import check
+from tilery.measure.compile import specs_for
+from tilery.measure.place import place
 
 if why := backends.missing("triton"):
     pytest.skip(why, allow_module_level=True)

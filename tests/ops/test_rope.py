@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilery
-from tilery.errors import BadInput
+from tilery.base.errors import BadInput
 from tilery.parts import heads
 
 BACKENDS = ["numba", "triton"]

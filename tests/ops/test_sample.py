@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tilery.ops
-from tilery.errors import BadInput
-from tilery.op import REGISTRY
-from tilery.workbench.place import place
+from tilery.base.errors import BadInput
+from tilery.core.op import REGISTRY
+from tilery.measure.place import place
 
 SAMPLE = REGISTRY["sample"]
 LOGITS = torch.linspace(-2, 2, 24)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tilery
-from tilery.errors import BadInput
+from tilery.base.errors import BadInput
 
 X, W, TARGETS, VALUES = torch.randn(3, 8), torch.randn(8), torch.tensor([0, 1, 2]), torch.randn(3)
 HEADS, COS, SIN = torch.randn(1, 3, 2, 8), torch.rand(3, 4), torch.rand(3, 4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilery
-from tilery.errors import BadInput
+from tilery.base.errors import BadInput
 
 X, HALF, W = torch.randn(4, 8), torch.randn(4, 8).half(), torch.randn(8)
 

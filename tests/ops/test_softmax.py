@@ -5,12 +5,13 @@ import functools
 import pytest
 import torch
 
-from tilery import backends, dispatch
-from tilery.op import REGISTRY
+from tilery import languages as backends
+from tilery.base.spec import TensorSpec, case
+from tilery.core import dispatch
+from tilery.core.op import REGISTRY
+from tilery.measure.check import check
+from tilery.measure.place import place
 from tilery.parts import triton_softmax
-from tilery.spec import TensorSpec, case
-from tilery.workbench.check import check
-from tilery.workbench.place import place
 
 INF, NAN = float("inf"), float("nan")
 FORWARDS, BACKWARDS = ("softmax", "log_softmax"), ("softmax_backward", "log_softmax_backward")

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import tilery
-from tilery.errors import BadInput, NoBackward
-from tilery.op import REGISTRY
-from tilery.workbench.place import place
+from tilery.base.errors import BadInput, NoBackward
+from tilery.core.op import REGISTRY
+from tilery.measure.place import place
 
 OP = REGISTRY["splitk_reduce"]
 

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("transformers", reason="pip install 'tilery[hf]'")
 
-from tilery.errors import BadInput
+from tilery.base.errors import BadInput
 from tilery.patch.attention import _said
 from tilery.patch.attention_masks import Mask
 

@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoModel, AutoModelForCausalLM, masking_utils
 
 import tilery
-from tilery.errors import BadInput, NoBackward
+from tilery.base.errors import BadInput, NoBackward
 from tilery.patch.attention import forward
 from tilery.patch.attention_masks import Mask, make_mask
 

@@ -6,16 +6,17 @@ import types
 import pytest
 import torch
 
-from tilery import ceilings, device
-from tilery.backends import triton_glue
-from tilery.errors import BadInput
-from tilery.op import REGISTRY
+from tilery.base.errors import BadInput
+from tilery.base.spec import TensorSpec, Work, case
+from tilery.core.op import REGISTRY
+from tilery.hardware import device
+from tilery.languages import triton_glue
+from tilery.measure import ceilings
+from tilery.measure.compile import specs_for
 from tilery.ops.matmul import triton_kernel
-from tilery.spec import TensorSpec, Work, case
 from tilery.tuning import candidates
 from tilery.tuning.candidates import Machine, collect, modelled_ms
 from tilery.tuning.data import Candidate, Problem
-from tilery.workbench.compile import specs_for
 
 SOFTMAX = Problem("softmax", "cpu", case(m=64, n=256, dtype="fp32"))
 H200 = Machine(processors=132, flops=786e12, bandwidth=4.3e12, least_ms=0.0)  # its measured ceilings

@@ -7,15 +7,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilery import device, settings, tuned
+from tilery.base import settings
+from tilery.base.errors import BadInput, BadTunedFile
+from tilery.base.spec import Case
 from tilery.cli import app
-from tilery.errors import BadInput, BadTunedFile
+from tilery.core import tuned
+from tilery.core.tuned import Entry
+from tilery.hardware import device
+from tilery.measure.compile import specs_for
 from tilery.ops import matmul, softmax
-from tilery.spec import Case
-from tilery.tuned import Entry
 from tilery.tuning import verify
 from tilery.tuning.data import Built, Measured
-from tilery.workbench.compile import specs_for
 
 CPU = torch.device("cpu")
 SLUG = device.slug(CPU)

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from tilery.errors import NotWritten
-from tilery.spec import case
-from tilery.timing import Depth
+from tilery.base.errors import NotWritten
+from tilery.base.spec import case
+from tilery.measure.timing import Depth
 from tilery.tuning import journal
 from tilery.tuning.data import Built, Candidate, Job, Measured, Problem
 from tilery.tuning.journal import Journal

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tilery import ceilings, timing
-from tilery.op import REGISTRY
-from tilery.spec import case
-from tilery.timing import Depth, Timing
+from tilery.base.spec import case
+from tilery.core.op import REGISTRY
+from tilery.measure import ceilings, timing
+from tilery.measure.timing import Depth, Timing
 from tilery.tuning import measure
 from tilery.tuning.data import GOOD, Candidate, Job, Measured, Problem
 from tilery.workbench import bench

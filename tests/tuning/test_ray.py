@@ -15,16 +15,17 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="pip install 'tilery[ray]'")
 
-from tilery import settings, timing  # noqa: E402
-from tilery.errors import BadInput, ToolMissing  # noqa: E402
-from tilery.op import REGISTRY  # noqa: E402
-from tilery.spec import case  # noqa: E402
+from tilery.base import settings  # noqa: E402
+from tilery.base.errors import BadInput, ToolMissing  # noqa: E402
+from tilery.base.spec import case  # noqa: E402
+from tilery.core.op import REGISTRY  # noqa: E402
+from tilery.measure import timing  # noqa: E402
+from tilery.measure.compile import specs_for  # noqa: E402
+from tilery.measure.store import Store  # noqa: E402
 from tilery.tuning import candidates  # noqa: E402
 from tilery.tuning.data import GOOD, Built, Candidate, Job, Measured, Problem  # noqa: E402
 from tilery.tuning.ray_pool import RayPool  # noqa: E402
 from tilery.tuning.tuner import Request, Tuner  # noqa: E402
-from tilery.workbench.compile import specs_for  # noqa: E402
-from tilery.workbench.store import Store  # noqa: E402
 
 QUICK = timing.Depth(rounds=6, block_ms=1.0, warm_s=0.0)
 ROWS = case(m=64, n=256, dtype="fp32")

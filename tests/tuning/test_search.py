@@ -6,8 +6,8 @@ import random
 import pytest
 from fakes import FakeWorker, candidates
 
-from tilery.errors import BadInput
-from tilery.spec import case
+from tilery.base.errors import BadInput
+from tilery.base.spec import case
 from tilery.tuning import search
 from tilery.tuning.data import Built, Problem
 from tilery.tuning.search import Depths, Rules

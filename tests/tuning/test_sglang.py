@@ -10,14 +10,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilery import device, dispatch, settings, tuned
+from tilery.base import settings
+from tilery.base.errors import BadInput, BadTunedFile, NotWritten
+from tilery.base.spec import Case
 from tilery.cli import app
-from tilery.errors import BadInput, BadTunedFile, NotWritten
+from tilery.core import dispatch, tuned
+from tilery.core.tuned import Entry
+from tilery.hardware import device
+from tilery.measure.compile import specs_for
 from tilery.ops import fp8_matmul
-from tilery.spec import Case
-from tilery.tuned import Entry
 from tilery.tuning import kept, sglang
-from tilery.workbench.compile import specs_for
 
 FILE = "N=4096,K=8192,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128, 128].json"
 TRITON = {"block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 4, "split_k": 1, "group_m": 8, "block_k": 128}

@@ -13,19 +13,20 @@ import torch
 from typer.testing import CliRunner
 
 import tilery
-from tilery import settings, tuned
+from tilery.base import settings
 from tilery.cli import app, main
-from tilery.op import REGISTRY
-from tilery.workbench.store import Store
+from tilery.core import tuned
+from tilery.core.op import REGISTRY
+from tilery.measure.store import Store
 
 KERNEL = """
 import os, time
 from dataclasses import dataclass
 import torch
-import tilery.timing
+import tilery.measure.timing
 
 archs = ("cpu",)
-tilery.timing._CPU_FLUSH_BYTES = 4096  # what is timed here only sleeps
+tilery.measure.timing._CPU_FLUSH_BYTES = 4096  # what is timed here only sleeps
 
 @dataclass(frozen=True)
 class Config:
@@ -241,7 +242,7 @@ def test_inside_tuning_a_bucket_is_tuned_at_its_first_call(tmp_path):
             assert path.stat().st_mtime_ns == when, "once"
             torch.ops.tilery.softmax(torch.randn(4, 80))
             assert len(json.loads(path.read_text())["entries"]) == 2, "torch's way is another way to the same"
-            with pytest.raises(tilery.errors.BadInput, match="one inside another"), tilery.tuning():
+            with pytest.raises(tilery.base.errors.BadInput, match="one inside another"), tilery.tuning():
                 pass
         assert REGISTRY["softmax"].plan(REGISTRY["softmax"].specs((x,))).source == "tuned"
         tilery.softmax(torch.randn(5, 96))

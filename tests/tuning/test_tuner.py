@@ -13,17 +13,20 @@ import torch
 from fakes import FakePool, FakeWorker
 
 import tilery
-from tilery import ceilings, device, settings, tuned
-from tilery.errors import BadInput, NotWritten
-from tilery.op import REGISTRY
-from tilery.spec import case
+from tilery.base import settings
+from tilery.base.errors import BadInput, NotWritten
+from tilery.base.spec import case
+from tilery.core import tuned
+from tilery.core.op import REGISTRY
+from tilery.hardware import device
+from tilery.measure import ceilings
+from tilery.measure.compile import specs_for
+from tilery.measure.store import Store
 from tilery.tuning import journal, request
 from tilery.tuning.candidates import collect, specs_of
 from tilery.tuning.data import Built
 from tilery.tuning.pool import LocalPool
 from tilery.tuning.tuner import Tuner
-from tilery.workbench.compile import specs_for
-from tilery.workbench.store import Store
 
 MATMUL = REGISTRY["matmul"]
 LARGE, OTHER = case(m=2112, n=4096, k=64, dtype="fp32"), case(m=2112, n=4096, k=128, dtype="fp32")

@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
-from tilery import ceilings
-from tilery.errors import BadInput
-from tilery.op import REGISTRY
-from tilery.spec import case
-from tilery.timing import Depth
+from tilery.base.errors import BadInput
+from tilery.base.spec import case
+from tilery.core.op import REGISTRY
+from tilery.measure import ceilings
+from tilery.measure.timing import Depth
 from tilery.tuning import measure
 from tilery.tuning.candidates import collect
 from tilery.tuning.data import GOOD, Candidate, Job, Problem
@@ -22,7 +22,7 @@ PLANTED = """
 import os, signal, time, pathlib
 from dataclasses import dataclass
 import torch
-from tilery.errors import CompileFailed
+from tilery.base.errors import CompileFailed
 
 archs = ("cpu",)
 calls, seen = [], {}

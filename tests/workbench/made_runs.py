@@ -2,8 +2,8 @@
 
 import statistics
 
-from tilery.workbench.result import Row
-from tilery.workbench.store import Run
+from tilery.measure.result import Row
+from tilery.measure.store import Run
 
 GPU, CPU = "NVIDIA H200", "CPU Imagined x4"
 CEILINGS = {

@@ -6,11 +6,11 @@ import weakref
 import pytest
 import torch
 
-from tilery import ceilings, timing
-from tilery.ceilings import Ceilings
-from tilery.op import REGISTRY
-from tilery.spec import case
-from tilery.timing import Depth
+from tilery.base.spec import case
+from tilery.core.op import REGISTRY
+from tilery.measure import ceilings, timing
+from tilery.measure.ceilings import Ceilings
+from tilery.measure.timing import Depth
 from tilery.workbench import bench
 from tilery.workbench.bench import Unit
 

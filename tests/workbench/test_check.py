@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tilery.errors import Wrong
-from tilery.op import REGISTRY
-from tilery.spec import case
-from tilery.workbench import check as workbench
-from tilery.workbench.check import check, error
-from tilery.workbench.judge import judge
+from tilery.base.errors import Wrong
+from tilery.base.spec import case
+from tilery.core.op import REGISTRY
+from tilery.measure import check as workbench
+from tilery.measure.check import check, error
+from tilery.measure.judge import judge
 
 NAN, INF = float("nan"), float("inf")
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tilery.errors import Wrong
-from tilery.op import REGISTRY
-from tilery.spec import DTYPES, TensorSpec, case
-from tilery.workbench import check as workbench
-from tilery.workbench.check import check, error, poisoned, reference
+from tilery.base.errors import Wrong
+from tilery.base.spec import DTYPES, TensorSpec, case
+from tilery.core.op import REGISTRY
+from tilery.measure import check as workbench
+from tilery.measure.check import check, error, poisoned, reference
 
 OP = REGISTRY["softmax"]
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import tilery.ops
-from tilery.errors import CompileFailed
-from tilery.op import REGISTRY
-from tilery.spec import TensorSpec
-from tilery.workbench import compile as workbench
-from tilery.workbench import inspect
-from tilery.workbench.compile import Compiler
+from tilery.base.errors import CompileFailed
+from tilery.base.spec import TensorSpec
+from tilery.core.op import REGISTRY
+from tilery.measure import compile as workbench
+from tilery.measure import inspect
+from tilery.measure.compile import Compiler
 
 X = (TensorSpec.contiguous((8, 4096), torch.bfloat16, "cuda:0"),)
 
@@ -60,7 +60,7 @@ def test_stages_hold_what_they_say(compiler):
     artifact = compiler.compile("softmax", "triton", X, "sm_90")
     assert inspect.stages(artifact) == ["source", "ir", "ptx", "sass"]
     assert "ttg." in inspect.stage(artifact, "ir") and "EXIT" in inspect.stage(artifact, "sass")
-    with pytest.raises(tilery.errors.BadInput, match="has the stages source, ir, ptx, sass, got 'cuda'"):
+    with pytest.raises(tilery.base.errors.BadInput, match="has the stages source, ir, ptx, sass, got 'cuda'"):
         inspect.stage(artifact, "cuda")
 
 

@@ -6,16 +6,16 @@ import sys
 import pytest
 import torch
 
-from tilery.errors import BadInput
-from tilery.spec import case
-from tilery.timing import Depth
+from tilery.base.errors import BadInput
+from tilery.base.spec import case
+from tilery.measure.timing import Depth
 from tilery.workbench.bench import Unit
 from tilery.workbench.isolate import measured
 
 QUICK = Depth(rounds=6, block_ms=1.0, warm_s=0.0)
 PLUGIN = """
 import os, signal, torch
-from tilery.op import REGISTRY
+from tilery.core.op import REGISTRY
 
 def dies(x):
     os.kill(os.getpid(), signal.SIGSEGV)

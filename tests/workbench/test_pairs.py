@@ -4,8 +4,8 @@ import csv
 
 import pytest
 
-from tilery.workbench import pairs
-from tilery.workbench.result import Row
+from tilery.measure.result import Row
+from tilery.pages import pairs
 
 CASE = "m=16,n=256,k=128,dtype=e4m3"
 

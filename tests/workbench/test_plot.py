@@ -9,12 +9,12 @@ import pytest
 from made_runs import CPU, GPU, cell, gpu_rows, put, put_cpu, put_gpu, put_tune, tune_rows
 from typer.testing import CliRunner
 
-from tilery import settings
+from tilery.base import settings
+from tilery.base.errors import BadInput, ToolMissing
 from tilery.cli import app, main
-from tilery.errors import BadInput, ToolMissing
-from tilery.workbench import plot, summary
-from tilery.workbench.result import Row
-from tilery.workbench.store import Store
+from tilery.measure.result import Row
+from tilery.measure.store import Store
+from tilery.pages import plot, summary
 
 pytest.importorskip("matplotlib", reason="pip install 'tilery[plot]'")
 

@@ -13,12 +13,12 @@ import pytest
 from made_runs import CPU, GPU, NASTY, SASS, candidate, cell, gpu_rows, put, put_cpu, put_gpu, put_tune, tune_rows
 from typer.testing import CliRunner
 
-from tilery import settings
+from tilery.base import settings
+from tilery.base.errors import BadStore
 from tilery.cli import app, main
-from tilery.errors import BadStore
-from tilery.workbench import landscape, report, summary
-from tilery.workbench.result import Row
-from tilery.workbench.store import Store, export, import_runs
+from tilery.measure.result import Row
+from tilery.measure.store import Store, export, import_runs
+from tilery.pages import landscape, report, summary
 
 DATA = Path(__file__).parent / "data"
 BASE, LIGER = "baseline:torch", "baseline:liger"
@@ -136,7 +136,7 @@ def test_what_a_compiler_said_is_text_and_ends_no_script(store):
 def test_every_file_of_the_page_is_in_it(store):
     put_gpu(store)
     text = report.render(store, collected(store))
-    folder = resources.files("tilery.workbench") / "report_page"
+    folder = resources.files("tilery.pages") / "report_page"
     names = {file.name for file in folder.iterdir()} - {"page.html"}
     assert {"page.css", "main.js"} <= names
     for name in names:

@@ -6,9 +6,9 @@ import shutil
 import pytest
 from made_runs import CPU, GPU, NASTY, SASS, candidate, cell, gpu_rows, put, put_cpu, put_gpu, put_tune
 
-from tilery.workbench import report, summary
-from tilery.workbench.result import Row
-from tilery.workbench.store import Store
+from tilery.measure.result import Row
+from tilery.measure.store import Store
+from tilery.pages import report, summary
 
 BASE, LIGER = "baseline:torch", "baseline:liger"
 

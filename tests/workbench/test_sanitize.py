@@ -10,15 +10,16 @@ import torch
 from typer.testing import CliRunner
 
 import tilery
-from tilery.backends import toolkit
+from tilery.base.errors import ToolMissing
+from tilery.base.spec import case
 from tilery.cli import app, main
-from tilery.errors import ToolMissing
-from tilery.op import REGISTRY
-from tilery.spec import case
-from tilery.workbench import sanitize, sanitize_child
-from tilery.workbench.place import Place
-from tilery.workbench.sanitize_cases import ALL, chosen_cases, covering
-from tilery.workbench.sanitize_report import Finding, known_reason, parse
+from tilery.core.op import REGISTRY
+from tilery.languages import toolkit
+from tilery.measure.place import Place
+from tilery.workbench import sanitize
+from tilery.workbench.sanitize import child as sanitize_child
+from tilery.workbench.sanitize.cases import ALL, chosen_cases, covering
+from tilery.workbench.sanitize.report import Finding, known_reason, parse
 
 SOFTMAX = Path(tilery.__file__).parent / "ops" / "softmax"
 

@@ -12,8 +12,8 @@ import torch
 PLANTED_OP = """
 import torch
 from torch import Tensor
-from tilery.op import op
-from tilery.spec import Bucket, Cost, case
+from tilery.core.op import op
+from tilery.base.spec import Bucket, Cost, case
 @op(check=lambda x: None, outputs=lambda x: (x,), cost=lambda x: Cost(1, x.nbytes, 0), bucket=lambda x: Bucket("", {}),
     inputs=lambda m, dtype, device, seed: {"x": torch.randn(m, device=device)}, allowed={torch.float32: 1e-6},
     cases={"test": [case(m=127, dtype="fp32")]}, kernels=("triton", "cuda"), baselines={})
@@ -49,7 +49,7 @@ RACES = (
     PLANTED_KERNEL
     + """
 from pathlib import Path
-from tilery.backends import cuda_glue
+from tilery.languages import cuda_glue
 _KERNEL = cuda_glue.Kernel(Path(__file__).with_name("races.cu"), "races", "PPi", 128)
 def run(outs, args, config): _KERNEL.launch(1, args[0].data_ptr(), outs[0].data_ptr(), args[0].numel())
 """

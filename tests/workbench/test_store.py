@@ -11,10 +11,10 @@ from contextlib import closing
 
 import pytest
 
-from tilery.errors import BadInput, BadStore
-from tilery.workbench.compare import compare
-from tilery.workbench.result import Row
-from tilery.workbench.store import Store, export, import_runs
+from tilery.base.errors import BadInput, BadStore
+from tilery.measure.result import Row
+from tilery.measure.store import Store, export, import_runs
+from tilery.pages.compare import compare
 
 ROW = Row(
     "softmax", "triton", "m=1,n=2", "pass", device="GPU", ms=2.0, ms_low=1.9, ms_high=2.1, samples=(1.9, 2.0, 2.1)
@@ -58,8 +58,8 @@ def test_a_run_is_found_by_its_beginning_or_as_the_last(store):
 WRITER = """
     import sys
     from pathlib import Path
-    from tilery.workbench.result import Row
-    from tilery.workbench.store import Store
+    from tilery.measure.result import Row
+    from tilery.measure.store import Store
     store = Store(Path(sys.argv[1]))
     run = store.start("writer")
     print(run, flush=True)

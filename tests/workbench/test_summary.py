@@ -3,9 +3,9 @@
 import pytest
 from made_runs import CPU, GPU, cell, median_ratio, put, put_cpu, put_gpu, timed
 
-from tilery.workbench import report, summary
-from tilery.workbench.result import Row
-from tilery.workbench.store import Store
+from tilery.measure.result import Row
+from tilery.measure.store import Store
+from tilery.pages import report, summary
 
 BASE, LIGER = "baseline:torch", "baseline:liger"
 

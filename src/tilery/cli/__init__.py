@@ -48,7 +48,7 @@ app.command("cache")(cache.cache)
 
 
 def main() -> None:
-    from tilery.errors import TileryError
+    from tilery.base.errors import TileryError
 
     with surroundings.prepared():
         try:

@@ -12,13 +12,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tilery import files
+from tilery.base import files
+from tilery.base.errors import BadInput
 from tilery.cli import common
-from tilery.errors import BadInput
 
 if TYPE_CHECKING:
-    from tilery.op import Op
-    from tilery.workbench.result import Row
+    from tilery.core.op import Op
+    from tilery.measure.result import Row
 
 _COLUMNS = (
     "op",
@@ -61,11 +61,11 @@ def bench(
     json: common.Json = False,
 ) -> None:  # fmt: skip
     """Check, then time kernels in turns with what a user could run instead; what cannot run here is compiled."""
-    from tilery import timing
-    from tilery.workbench.place import chosen_kernels, require_known
-    from tilery.workbench.result import is_ours
+    from tilery.measure import timing
+    from tilery.measure.place import chosen_kernels, require_known
+    from tilery.measure.result import is_ours
+    from tilery.measure.store import Store
     from tilery.workbench.run import Choice, run
-    from tilery.workbench.store import Store
 
     common.require_writable(csv)
     common.require_writable(svg)
@@ -101,7 +101,8 @@ def bench(
 
 
 def _csv_writer(form: str, ops: "list[Op]") -> "Callable[[list[Row], Path], None]":
-    from tilery.workbench import pairs, result
+    from tilery.measure import result
+    from tilery.pages import pairs
     from tilery.workbench.shapes import require_product
 
     writers = {"rows": result.write_csv, "pairs": pairs.write_csv}
@@ -114,7 +115,7 @@ def _csv_writer(form: str, ops: "list[Op]") -> "Callable[[list[Row], Path], None
 
 
 def _table(rows: "list[Row]") -> Table:
-    from tilery.workbench.result import machine
+    from tilery.measure.result import machine
 
     here = machine()
     where = here["gpu"] or here["cpu"]

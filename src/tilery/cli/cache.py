@@ -17,7 +17,7 @@ def cache(
     json: common.Json = False,
 ) -> None:
     """Show where state lives and how large it is; --clear deletes compiled kernels."""
-    from tilery import files, settings
+    from tilery.base import files, settings
 
     kept, home = settings.get(), Path(os.path.expanduser("~"))  # unlike Path.home(), no error where there is none
     folders = {

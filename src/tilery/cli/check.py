@@ -7,7 +7,7 @@ import typer
 from tilery.cli import common
 
 if TYPE_CHECKING:
-    from tilery.workbench.result import Row
+    from tilery.measure.result import Row
 
 
 def check(
@@ -21,9 +21,9 @@ def check(
     json: common.Json = False,
 ) -> None:
     """Check kernels against a float64 reference; what cannot run here is compiled."""
-    from tilery.workbench import check as workbench
-    from tilery.workbench.compile import Compiler
-    from tilery.workbench.place import chosen_kernels, require_known
+    from tilery.measure import check as workbench
+    from tilery.measure.compile import Compiler
+    from tilery.measure.place import chosen_kernels, require_known
 
     chosen, given = common.chosen_ops(ops), common.product(n, k, m)
     require_known(chosen, backend, "--backend")

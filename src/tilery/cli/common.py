@@ -14,13 +14,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tilery.base.errors import BadInput
 from tilery.cli.surroundings import printable
-from tilery.errors import BadInput
 
 if TYPE_CHECKING:
-    from tilery.op import Op
-    from tilery.spec import Case
-    from tilery.workbench.result import Row
+    from tilery.base.spec import Case
+    from tilery.core.op import Op
+    from tilery.measure.result import Row
 
 Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to take; all of them if none is named.")]
 Backends = Annotated[list[str] | None, typer.Option("--backend", "-b", help="Kernel or language; may be repeated.")]
@@ -48,7 +48,7 @@ def console() -> Console:
 
 def chosen_ops(names: list[str] | None) -> "list[Op]":
     import tilery.ops  # noqa: F401  fills the registry
-    from tilery.op import REGISTRY
+    from tilery.core.op import REGISTRY
 
     for name in names or []:
         if name not in REGISTRY:
@@ -58,7 +58,7 @@ def chosen_ops(names: list[str] | None) -> "list[Op]":
 
 def chosen_peers(ops: "list[Op]", asked: list[str] | None) -> dict[str, list[str]]:
     """Per op the baselines to time: all of them, none, or the ones named (without `baseline:`)."""
-    from tilery.peers import PEERS
+    from tilery.core.peers import PEERS
 
     names = [name for text in asked or ["all"] for name in text.split(",")]
     for name in names:
@@ -72,7 +72,7 @@ def chosen_peers(ops: "list[Op]", asked: list[str] | None) -> dict[str, list[str
 
 def parsed_case(op: "Op", text: str) -> "Case":
     """`m=64,n=4096,dtype=bf16` against the parameters of the op's inputs."""
-    from tilery.spec import Case
+    from tilery.base.spec import Case
 
     if not text.strip():
         raise BadInput("--case must name a case by its numbers: m=64,n=4096,dtype=bf16; got nothing")
@@ -161,7 +161,7 @@ def progress(total: int | None = None) -> Iterator[Any]:
 
 
 def print_json(rows: "Iterable[Row]", **more: Any) -> None:
-    from tilery.workbench.result import document
+    from tilery.measure.result import document
 
     print(json.dumps(document(rows, **more)))
 

@@ -15,8 +15,8 @@ def compare(
     json: common.Json = False,
 ) -> None:
     """Compare two runs row by row; exit 1 if a kernel got slower past the threshold, interval and all."""
-    from tilery.workbench.compare import compare as workbench
-    from tilery.workbench.store import Store
+    from tilery.measure.store import Store
+    from tilery.pages.compare import compare as workbench
 
     store = Store()
     changes = workbench(store, store.find(first), store.find(second))

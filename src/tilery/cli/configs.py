@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilery.base.errors import BadInput
 from tilery.cli import common
-from tilery.errors import BadInput
 
 if TYPE_CHECKING:
-    from tilery.tuned import Entry
+    from tilery.core.tuned import Entry
     from tilery.tuning.kept import File
     from tilery.tuning.verify import Group
 
@@ -78,8 +78,8 @@ def show(
     """Show an op's entries: the winner of every bucket, those behind it, and what was measured of them."""
     from dataclasses import asdict
 
-    from tilery import tuned
-    from tilery.errors import BadTunedFile
+    from tilery.base.errors import BadTunedFile
+    from tilery.core import tuned
     from tilery.tuning import kept
 
     everything = kept.files(common.chosen_ops([op]))
@@ -106,7 +106,7 @@ def show(
 
 
 def _shown(entry: "Entry") -> tuple[str, ...]:
-    from tilery import tuned
+    from tilery.core import tuned
 
     changed = tuned.stale(entry)
     return (

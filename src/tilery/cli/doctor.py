@@ -17,28 +17,29 @@ def doctor(
     json: common.Json = False,
 ) -> None:
     """Say what this machine is, which languages it has, what is missing and how fast it can be."""
-    from tilery import backends, device
-    from tilery.ceilings import ceilings
-    from tilery.workbench.result import machine
+    from tilery import languages
+    from tilery.hardware import device
+    from tilery.measure.ceilings import ceilings
+    from tilery.measure.result import machine
 
     here = machine()
     where = device.default()
-    languages = [
-        {"language": lang.name, "version": backends.version(lang) or "", "missing": backends.missing(lang.name) or ""}
-        for lang in backends.LANGUAGES.values()
+    known = [
+        {"language": lang.name, "version": languages.version(lang) or "", "missing": languages.missing(lang.name) or ""}
+        for lang in languages.LANGUAGES.values()
     ]
     tools = _tools()
     others = _peers()
     roof = ceilings(where, measure)
     if json:
         found = {**asdict(roof), "device": device.name(where)}
-        common.print_json([], languages=languages, tools=tools, peers=others, ceilings=found)
+        common.print_json([], languages=known, tools=tools, peers=others, ceilings=found)
         return
     console = common.console()
     console.print(
         common.table("This machine", ("what", "is"), [(k, str(v)) for k, v in here.items() if k != "languages"])
     )
-    lines = [(x["language"], x["version"], _good(not x["missing"]), common.literal(x["missing"])) for x in languages]
+    lines = [(x["language"], x["version"], _good(not x["missing"]), common.literal(x["missing"])) for x in known]
     console.print(common.table("\nLanguages", ("language", "version", "here", "reason"), lines))
     lines = [
         (t["tool"], _good(bool(t["path"])), common.literal(t["path"] or t["missing"]), t["needed_for"]) for t in tools
@@ -57,14 +58,14 @@ def _good(ok: bool) -> str:
 
 
 def _peers() -> list[dict[str, str]]:
-    from tilery import peers
+    from tilery.core import peers
 
     return [{"peer": name, "missing": peers.missing(name) or ""} for name in peers.PEERS]
 
 
 def _tools() -> list[dict[str, str]]:
-    from tilery.backends import toolkit
-    from tilery.errors import ToolMissing
+    from tilery.base.errors import ToolMissing
+    from tilery.languages import toolkit
 
     def found(tool: str) -> str:
         try:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from tilery.base.errors import BadInput
 from tilery.cli import common
-from tilery.errors import BadInput
 
 if TYPE_CHECKING:
-    from tilery.spec import Case
-    from tilery.workbench.result import Row
+    from tilery.base.spec import Case
+    from tilery.measure.result import Row
 
 _COLUMNS = (
     "case", "", "kernel", "TFLOP/s", "ms", "± 95 %", "% of torch", "× first", "error", "regs", "spills", "shared",
@@ -35,12 +35,12 @@ def ladder(
     json: common.Json = False,
 ) -> None:  # fmt: skip
     """Build, check and time a matrix product rung by rung, from naive CUDA C++ to the shipped kernel."""
-    from tilery import files, timing
+    from tilery.base import files
     from tilery.ladder.plot import picture
     from tilery.ladder.run import chosen, run
-    from tilery.workbench import result
-    from tilery.workbench.plot import FORMATS
-    from tilery.workbench.store import Store
+    from tilery.measure import result, timing
+    from tilery.measure.store import Store
+    from tilery.pages.plot import FORMATS
 
     form = plot.suffix.removeprefix(".") if plot else ""
     if plot and form not in FORMATS:
@@ -71,8 +71,8 @@ def ladder(
 
 
 def _cases(size: str, text: str | None) -> "list[Case]":
+    from tilery.base.spec import Case
     from tilery.ladder.rungs import product
-    from tilery.spec import Case
 
     if text is None:
         return [Case({"m": s, "n": s, "k": s, "dtype": "bf16"}) for s in common.numbers("--size", size)]
@@ -90,7 +90,7 @@ def _in_order(rows: "list[Row]") -> "list[Row]":
 
 def _table(rows: "list[Row]") -> Table:
     from tilery.ladder.rungs import RUNGS
-    from tilery.workbench.result import machine
+    from tilery.measure.result import machine
 
     first: dict[str, float] = {}  # problem -> ms of its first rung that has a time
     for row in rows:

@@ -7,7 +7,7 @@ import typer
 from tilery.cli import common
 
 if TYPE_CHECKING:
-    from tilery.op import Op
+    from tilery.core.op import Op
 
 
 def ops(
@@ -19,9 +19,9 @@ def ops(
     if markdown:
         print(_document(common.chosen_ops(ops)), end="")
         return
-    from tilery import device
-    from tilery.workbench.place import place
-    from tilery.workbench.result import Row
+    from tilery.hardware import device
+    from tilery.measure.place import place
+    from tilery.measure.result import Row
 
     rows: list[Row] = []
     for op in common.chosen_ops(ops):
@@ -71,4 +71,4 @@ def _document(ops: "list[Op]") -> str:
 
 def _parameters(op: "Op") -> str:
     """Names and defaults, without the types."""
-    return ", ".join(str(p.replace(annotation=p.empty)) for p in op.signature.parameters.values())
+    return ", ".join(str(p.replace(annotation=p.empty)) for p in op.signature.python.parameters.values())

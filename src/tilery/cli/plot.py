@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
+from tilery.base.errors import BadInput
 from tilery.cli import common
 from tilery.cli.report import Runs
-from tilery.errors import BadInput
 
 
 def plot(
@@ -18,10 +18,10 @@ def plot(
     json: common.Json = False,
 ) -> None:
     """Draw runs: ratios to torch, roofline, time against size, op by language, or a tune. Needs matplotlib."""
-    from tilery import files
-    from tilery.workbench import plot as workbench
-    from tilery.workbench import summary
-    from tilery.workbench.store import Store
+    from tilery.base import files
+    from tilery.measure.store import Store
+    from tilery.pages import plot as workbench
+    from tilery.pages import summary
 
     form = out.suffix.removeprefix(".")
     if form not in workbench.FORMATS:

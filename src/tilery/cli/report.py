@@ -19,10 +19,10 @@ def report(
     json: common.Json = False,
 ) -> None:
     """Write runs as one html page with charts and a table that sorts and filters; it needs no network."""
-    from tilery import files
-    from tilery.workbench import report as workbench
-    from tilery.workbench import summary
-    from tilery.workbench.store import Store
+    from tilery.base import files
+    from tilery.measure.store import Store
+    from tilery.pages import report as workbench
+    from tilery.pages import summary
 
     common.require_writable(out)
     store = Store()

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from tilery.base.errors import BadInput
 from tilery.cli import common
-from tilery.errors import BadInput
 
 runs = typer.Typer(help="List stored runs; export and import them.", invoke_without_command=True)
 
@@ -18,7 +18,7 @@ def listed(context: typer.Context, json: common.Json = False) -> None:
         return
     from dataclasses import asdict
 
-    from tilery.workbench.store import Store
+    from tilery.measure.store import Store
 
     store = Store()
     found = store.runs()
@@ -45,7 +45,7 @@ def exported(
     json: common.Json = False,
 ) -> None:
     """Write runs to a file: json holds everything, csv and parquet one line a row."""
-    from tilery.workbench.store import FORMATS, Store, export
+    from tilery.measure.store import FORMATS, Store, export
 
     form = form or out.suffix.removeprefix(".")
     if form not in FORMATS:
@@ -63,7 +63,7 @@ def exported(
 @runs.command("import")
 def imported(path: Annotated[Path, typer.Argument(help="A json export.")], json: common.Json = False) -> None:
     """Bring back runs from a json export; those that are here already stay as they are."""
-    from tilery.workbench.store import Store, import_runs
+    from tilery.measure.store import Store, import_runs
 
     new, known = import_runs(Store(), path)
     if json:

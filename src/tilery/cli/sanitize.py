@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tilery.base.errors import BadInput
 from tilery.cli import common
-from tilery.errors import BadInput
 
 if TYPE_CHECKING:
     from tilery.workbench.sanitize import Row
@@ -35,9 +35,9 @@ def sanitize(
     json: common.Json = False,
 ) -> None:
     """Run kernels on the GPU under compute-sanitizer: overruns, races, uninitialised reads, wrong barriers."""
+    from tilery.measure.place import require_known
+    from tilery.measure.result import SCHEMA, machine
     from tilery.workbench import sanitize as workbench
-    from tilery.workbench.place import require_known
-    from tilery.workbench.result import SCHEMA, machine
 
     chosen = common.chosen_ops(ops)
     require_known(chosen, backend, "--backend")
@@ -62,7 +62,7 @@ def sanitize(
 
 
 def _tools(text: str) -> tuple[str, ...]:
-    from tilery.workbench.sanitize_cases import TOOLS
+    from tilery.workbench.sanitize.cases import TOOLS
 
     names = [name.strip() for name in text.split(",")]
     for name in names:
@@ -72,7 +72,7 @@ def _tools(text: str) -> tuple[str, ...]:
 
 
 def _number_of_cases(text: str | None) -> int | str | None:
-    from tilery.workbench.sanitize_cases import ALL
+    from tilery.workbench.sanitize.cases import ALL
 
     if text is None or text == ALL:
         return text

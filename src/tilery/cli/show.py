@@ -18,19 +18,22 @@ def show(
     json: common.Json = False,
 ) -> None:
     """Show source, IR, CUDA, PTX or SASS of a kernel, with registers, spills and shared memory. Needs no GPU."""
-    from tilery import backends, device, dispatch
-    from tilery.errors import BadInput, ToolMissing
-    from tilery.workbench import inspect
-    from tilery.workbench.compile import Compiler, specs_for
-    from tilery.workbench.place import COMPILE_ARCH
-    from tilery.workbench.result import Row
+    from tilery import languages
+    from tilery.base.errors import BadInput, ToolMissing
+    from tilery.core import policy
+    from tilery.core.cases import specs_for
+    from tilery.hardware import device
+    from tilery.measure import inspect
+    from tilery.measure.compile import Compiler
+    from tilery.measure.place import COMPILE_ARCH
+    from tilery.measure.result import Row
 
     (contract,) = common.chosen_ops([op])
     if backend not in contract.kernels:
         raise BadInput(f"--backend must be one of {', '.join(contract.kernels)}, got {backend!r}")
     if stage is not None and stage not in inspect.STAGES:
         raise BadInput(f"--stage must be one of {', '.join(inspect.STAGES)}, got {stage!r}")
-    if why := backends.missing(backend):
+    if why := languages.missing(backend):
         raise ToolMissing(why)
     archs = contract.kernel(backend).archs
     arch = arch or (COMPILE_ARCH if COMPILE_ARCH in archs else archs[0])
@@ -43,7 +46,7 @@ def show(
         return
     specs = specs_for(contract, chosen, "cpu" if arch == "cpu" else "cuda:0")
     with device.pretend(arch):
-        if why := dispatch.problem_refusal(contract, backend, specs):
+        if why := policy.problem_refusal(contract, backend, contract.call(specs)):
             raise BadInput(f"{op} {backend} refuses {chosen}: {why}")
     with Compiler() as compiler:
         artifact = compiler.compile(op, backend, specs, arch)

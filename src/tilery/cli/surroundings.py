@@ -92,7 +92,7 @@ class Verbs(TyperGroup):
 
 
 def _kill_children() -> None:
-    if child := sys.modules.get("tilery.workbench.child"):  # else there are none
+    if child := sys.modules.get("tilery.measure.child"):  # else there are none
         child.kill_all()
 
 

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from tilery.base.errors import BadInput
 from tilery.cli import common
-from tilery.errors import BadInput
 
 if TYPE_CHECKING:
     from tilery.tuning.tuner import Status, Tuned, TuneResult
@@ -135,8 +135,8 @@ def _line(done: "Tuned") -> tuple[str, ...]:
 
 def _winners(result: "TuneResult") -> Any:
     """A row for every problem: who won, or that nobody could."""
+    from tilery.measure.result import Row
     from tilery.tuning.record import Recorded
-    from tilery.workbench.result import Row
 
     for done in result.tuned:
         if done.outcome.ranked:

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import ceilings, device, timing
+from tilery.base.spec import Case
+from tilery.hardware import device
 from tilery.ladder.rungs import RUNGS, Step, product
-from tilery.spec import Case
+from tilery.measure import ceilings, timing
+from tilery.measure.check import Limits, poisoned, reference
+from tilery.measure.child import relay, serve
+from tilery.measure.result import Row
 from tilery.workbench import bench
 from tilery.workbench.bench import BASE, Unit
-from tilery.workbench.check import Limits, poisoned, reference
-from tilery.workbench.child import relay, serve
-from tilery.workbench.result import Row
 
 OP = "ladder"  # what the rows call it: rungs are no kernels of matmul, and no table of those may count them
 
@@ -45,7 +46,7 @@ def measure(given: Unit, progress: timing.Progress = lambda arm, what: None) -> 
             yield row
     progress("", "drawing inputs")  # what fails from here on is no rung's fault
     sets = bench.input_sets(op, lambda seed: bench.drawn(op, given.case, where, seed), where)
-    cost, roof, dtype = op.cost(*op.specs(sets[0])), ceilings.ceilings(where), str(given.case.params["dtype"])
+    cost, roof, dtype = op.cost(op.call(op.specs(sets[0]))), ceilings.ceilings(where), str(given.case.params["dtype"])
     arms = {name: bench.rotating(_call(steps[name]), sets) for name in good}
     base = BASE if BASE in arms else None
     paired = base is not None and len(arms) > 1  # power limits products: each stands between two turns of torch
@@ -79,8 +80,8 @@ def _checked(
     op, seed = product(), random.randrange(2**31)
     progress("", "computing the reference")
     args = bench.drawn(op, case, where, seed)
-    a, b, _ = specs = op.specs(args)
-    op.validate(specs)
+    call = op.call(op.specs(args))
+    a, b = call.a, call.b
     (right,) = reference(op, args)
     for name, step in steps.items():
         progress(name, "checking")
@@ -95,8 +96,8 @@ def _checked(
 def _judge(row: Row, step: Step, args: tuple[Any, ...], right: Tensor, seed: int) -> None:
     """Whatever it raises is its row's; a spoilt context shows at the next `progress`."""
     op, (a, b, _) = product(), args
-    specs = op.specs(args)
-    c = poisoned(op.outputs(*specs)[0])
+    call = op.call(op.specs(args))
+    c = poisoned(op.output_specs(call)[0])
     try:
         step.run(a, b, c)
         if c.is_cuda:
@@ -104,7 +105,7 @@ def _judge(row: Row, step: Step, args: tuple[Any, ...], right: Tensor, seed: int
     except Exception as error:
         row.status, row.reason = "fail", f"{type(error).__name__}: {error}"
         return
-    found, why = Limits.of(op, specs).reason(c, right)
+    found, why = Limits.of(op, call).reason(c, right)
     row.error, row.max_diff = found.error, found.largest
     if why is not None:
         row.status, row.reason = "fail", f"c {why}, seed={seed}"

@@ -3,12 +3,12 @@
 import io
 from typing import Any
 
-from tilery.errors import BadInput
+from tilery.base.errors import BadInput
 from tilery.ladder.rungs import RUNGS
-from tilery.workbench import plot as pictures
+from tilery.measure.result import Row
+from tilery.pages import plot as pictures
+from tilery.pages.summary import COLOURS, PEER_COLOUR
 from tilery.workbench.bench import BASE
-from tilery.workbench.result import Row
-from tilery.workbench.summary import COLOURS, PEER_COLOUR
 
 
 def picture(rows: list[Row], form: str) -> bytes:

@@ -5,18 +5,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from tilery import backends, device, timing
-from tilery.errors import BadInput, CompileFailed
+from tilery import languages
+from tilery.base.errors import BadInput, CompileFailed
+from tilery.base.spec import Artifact, Case
+from tilery.core.cases import call_for
+from tilery.hardware import device
 from tilery.ladder.measure import OP, unit
 from tilery.ladder.rungs import RUNGS, Rung, Shipped, product
-from tilery.spec import Artifact, Case
+from tilery.measure import timing
+from tilery.measure.child import Child
+from tilery.measure.place import describe
+from tilery.measure.result import Row
+from tilery.measure.store import Store
 from tilery.workbench import isolate
-from tilery.workbench.child import Child
-from tilery.workbench.compile import specs_for
-from tilery.workbench.place import describe
-from tilery.workbench.result import Row
 from tilery.workbench.run import Recorder
-from tilery.workbench.store import Store
 
 COMPILED_FOR = ("sm_80", "sm_90")
 _SILENCE_S = 120.0  # without a word from a rung: a barrier that is never complete hangs
@@ -37,7 +39,7 @@ def run(names: list[str], cases: list[Case], store: Store, depth: timing.Depth, 
     here = [device.default()] if torch.cuda.is_available() else []
     say("measuring this machine's ceilings")
     recorder = Recorder(store, here)
-    missing = backends.missing("cuda")
+    missing = languages.missing("cuda")
     with recorder.running():
         for case in cases:
             if missing:
@@ -85,8 +87,8 @@ def _compile_all(names: list[str], case: Case, recorder: Recorder, say: Callable
 def _compiled(rung: Rung | Shipped, case: Case, arch: str) -> Artifact | tuple[str, str]:
     """What a compiler made of it, or the row's status and reason."""
     op = product()
-    a, b, _ = specs = specs_for(op, case)
-    op.validate(specs)
+    call = call_for(op, case)
+    a, b = call.a, call.b
     with device.pretend(arch):
         if why := rung.refusal(a, b):
             return "refused", why

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 import tilery.ops  # noqa: F401  fills the registry
-from tilery import backends, device, dispatch
-from tilery.device import ARCHS
-from tilery.op import REGISTRY, Op
-from tilery.spec import Artifact, TensorSpec, dtype_name
+from tilery import languages
+from tilery.base.spec import Artifact, TensorSpec, dtype_name
+from tilery.core import policy
+from tilery.core.op import REGISTRY, Op
+from tilery.hardware import device
+from tilery.hardware.device import ARCHS
 
 HOPPER = ("sm_90",)
 SHIPPED = "cuda.hopper"  # the kernel of matmul that the ladder leads to
@@ -74,7 +76,7 @@ class Rung:
 
     def refusal(self, a: TensorSpec, b: TensorSpec) -> str | None:
         (m, k), n = a.shape, b.shape[1]
-        if why := backends.missing("cuda") or backends.refusal("cuda", a.device, self.archs, (a, b)):
+        if why := languages.missing("cuda") or languages.refusal("cuda", a.device, self.archs, (a, b)):
             return why
         if a.dtype != torch.bfloat16:
             return f"takes bf16, got {dtype_name(a.dtype)}"
@@ -90,7 +92,7 @@ class Rung:
 
     @functools.cached_property
     def kernel(self) -> Any:
-        from tilery.backends import cuda_glue
+        from tilery.languages import cuda_glue
 
         parameters = "PPPiii" if self.boxes is None else "TTPiii"
         return cuda_glue.Kernel(self.source, self.name, parameters, self.threads, self.shared, self.cluster)
@@ -103,7 +105,7 @@ class Rung:
         (m, k), n = a.shape, b.shape[1]
         operands: tuple[Any, ...] = a.data_ptr(), b.data_ptr()
         if self.boxes is not None:
-            from tilery.backends import tensor_maps
+            from tilery.languages import tensor_maps
 
             operands = tensor_maps.of(a, self.boxes[0]), tensor_maps.of(b.t(), self.boxes[1])
         blocks = -(-m // self.tile[0]) * -(-n // self.tile[1])
@@ -127,13 +129,13 @@ class Shipped:
         return archs
 
     def refusal(self, a: TensorSpec, b: TensorSpec) -> str | None:
-        return dispatch.refusal(product(), SHIPPED, complete(a, b))
+        return policy.refusal(product(), SHIPPED, product().call(complete(a, b)))
 
     def compile(self, a: TensorSpec, b: TensorSpec, arch: str) -> Artifact:
-        kernel, specs = product().kernel(SHIPPED), complete(a, b)
+        op = product()
         with device.pretend(arch):
-            made: Artifact = kernel.compile(specs, kernel.default(*specs), arch)
-        return made
+            call = op.call(complete(a, b))
+            return policy.compiled(op, SHIPPED, call, op.kernel(SHIPPED).default(call), arch)
 
     def run(self, a: Tensor, b: Tensor, c: Tensor) -> None:
         args = complete(a, b)

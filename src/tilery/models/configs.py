@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from tilery.errors import BadInput, require
+from tilery.base.errors import BadInput, require
 from tilery.models.model import BF16, FP8, WEIGHTS, Model
 
 _KNOWN = Path(__file__).parent / "known"

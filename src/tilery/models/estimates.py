@@ -7,7 +7,7 @@ then its estimate here is dead and goes.
 from collections.abc import Callable
 from typing import Any
 
-from tilery.spec import Cost
+from tilery.base.spec import Cost
 
 _BYTES = 2  # of a bf16 value
 _INDEX = 4  # of an int32

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilery.errors import BadInput, require
+from tilery.base.errors import BadInput, require
 
 BF16, FP8 = WEIGHTS = ("bf16", "fp8")  # of linear layers; fp8 has a scale per block of 128 × 128
 

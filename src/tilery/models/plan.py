@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tilery import models
-from tilery.errors import require
+from tilery.base.errors import require
+from tilery.base.spec import Case, Cost
 from tilery.models import roofs
 from tilery.models.model import FP8, WEIGHTS, Model
 from tilery.models.steps import DECODE, PREFILL, PRODUCTS, Pass, Step, steps
-from tilery.spec import Case, Cost
 from tilery.workbench.shapes import PRODUCT_ROWS
 
 BATCHES = (1, 16, 64)

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from tilery import device
-from tilery.ceilings import Ceilings, ceilings
-from tilery.errors import BadInput
+from tilery.base.errors import BadInput
+from tilery.hardware import device
+from tilery.measure.ceilings import Ceilings, ceilings
 
 HERE = "here"
 _GPUS = Path(__file__).parent / "gpus"  # as `tilery doctor --measure` measured them

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import tilery.ops  # noqa: F401  fills the registry
-from tilery.errors import BadInput, require
+from tilery.base.errors import BadInput, require
+from tilery.base.spec import Case, Cost
+from tilery.core.cases import call_for
+from tilery.core.op import REGISTRY, Op
 from tilery.models.estimates import estimated
 from tilery.models.model import BF16, FP8, WEIGHTS, Linear, Model
-from tilery.op import REGISTRY, Op
-from tilery.spec import Case, Cost
-from tilery.workbench.compile import specs_for
 
 DTYPE = "bf16"
 TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
@@ -109,9 +109,7 @@ def _contract_cost(op: Op, params: tuple[tuple[str, Any], ...]) -> Cost:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     strange = [name for name, _ in params if name not in known and not takes_any]
     assert not strange, f"models/steps.py must name the cases of {op.name} by {', '.join(known)}, it says {strange}"
-    specs = specs_for(op, Case(dict(params)))
-    op.validate(specs)
-    return op.cost(*specs)
+    return op.cost(call_for(op, Case(dict(params))))
 
 
 def _product(model: Model, linear: Linear, m: int, count: int, name: str | None = None) -> _Call:

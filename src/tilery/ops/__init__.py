@@ -3,8 +3,8 @@
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from tilery import backends
-from tilery.op import REGISTRY
+from tilery import languages
+from tilery.core.op import REGISTRY
 from tilery.ops.add_rms_norm import add_rms_norm
 from tilery.ops.add_rms_norm_backward import add_rms_norm_backward
 from tilery.ops.add_rms_norm_fp8 import add_rms_norm_fp8
@@ -124,7 +124,7 @@ __all__ = [
 def load_plugins() -> None:
     """Entry points `tilery.languages` (a Language), `tilery.ops` (a module), `tilery.kernels` (OP/KERNEL, a module)."""
     for entry in entry_points(group="tilery.languages"):
-        backends.LANGUAGES[entry.name] = entry.load()
+        languages.LANGUAGES[entry.name] = entry.load()
     for entry in entry_points(group="tilery.ops"):
         import_module(entry.value)
     for entry in entry_points(group="tilery.kernels"):

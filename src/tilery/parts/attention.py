@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilery.base.spec import Bucket, Cost, TensorSpec, dtype_name
 from tilery.parts import attention_checks
 from tilery.parts.attention_checks import cutting_window
 from tilery.parts.attention_indices import spans
 from tilery.parts.heads import heads
-from tilery.spec import Bucket, Cost, TensorSpec, dtype_name
 
 FP8 = attention_checks.FP8
 # The weights are rounded to the values' dtype, then the sum is: 2.4e-3 in bf16, 3e-4 in fp16. An lse is fp32 always,

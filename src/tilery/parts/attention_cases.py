@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import inputs as random
-from tilery.errors import require
+from tilery.base.errors import require
+from tilery.base.spec import Case, case
+from tilery.core import inputs as random
 from tilery.parts.attention import FP8
-from tilery.spec import Case, case
 
 
 def draw(

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from tilery.errors import BadInput, require
+from tilery.base.errors import BadInput, require
+from tilery.base.spec import TensorSpec, dtype_name
 from tilery.parts.heads import LAYOUTS, heads
-from tilery.spec import TensorSpec, dtype_name
 
 SIZES = (16, 32, 64, 80, 96, 128, 192, 256)  # of a head
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilery.indices import require_between, require_offsets
+from tilery.core.indices import require_between, require_offsets
 
 
 class Span(NamedTuple):

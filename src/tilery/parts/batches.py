@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import inputs
-from tilery.errors import BadInput, require
+from tilery.base.errors import BadInput, require
+from tilery.base.spec import TensorSpec, Work, dtype_name
+from tilery.core import inputs
 from tilery.parts.products import ALLOWED
-from tilery.spec import TensorSpec, Work, dtype_name
 
 
 def check_operand(name: str, x: TensorSpec, sizes: str) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tilery.device import ARCHS
+from tilery.hardware.device import ARCHS
 
 archs = ARCHS
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from tilery.backends import cuda_glue
+from tilery.base.spec import TensorSpec
+from tilery.languages import cuda_glue
 from tilery.parts import cuda_rows
 from tilery.parts.cuda_rows import Shared as Config
 from tilery.parts.rows import rows
-from tilery.spec import TensorSpec
 
 archs = cuda_rows.archs
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from tilery import device
-from tilery.backends import cuda_glue
+from tilery.base.spec import TensorSpec
+from tilery.hardware import device
+from tilery.languages import cuda_glue
 from tilery.parts import block_rows
 from tilery.parts.block_rows import THREADS
 from tilery.parts.rows import rows
-from tilery.spec import TensorSpec
 
 archs = block_rows.archs
 

@@ -6,8 +6,8 @@ A running softmax of rows is (top, total), [M, 1] each: the largest logit so far
 import cuda.tile as ct
 import torch
 
-from tilery.backends import cutile_glue
-from tilery.spec import TensorSpec
+from tilery.base.spec import TensorSpec
+from tilery.languages import cutile_glue
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453

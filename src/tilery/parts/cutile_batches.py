@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tilery.backends import cutile_glue
-from tilery.device import ARCHS
-from tilery.spec import TensorSpec
+from tilery.base.spec import TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages import cutile_glue
 
 archs = ARCHS
 

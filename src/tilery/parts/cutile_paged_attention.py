@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import cuda.tile as ct
 import torch
 
-from tilery.backends import cutile_glue
-from tilery.backends.cutile_glue import Launch
+from tilery.base.spec import Artifact, TensorSpec, Work
+from tilery.languages import cutile_glue
+from tilery.languages.cutile_glue import LegacyLaunch as Launch
 from tilery.parts import no_keys
 from tilery.parts.cutile_attention import (
     LOG2E,
@@ -25,7 +26,6 @@ from tilery.parts.cutile_attention import (
     strided,
 )
 from tilery.parts.fp8 import ceil_div, power
-from tilery.spec import Artifact, TensorSpec, Work
 
 archs = ("sm_90", "sm_100")  # on others its tiles spill
 
@@ -322,7 +322,7 @@ def _launches(p: Problem, config: Config, parts=None, stats=None) -> list[Launch
 
 
 def compile(p: Problem, config: Config, arch: str) -> Artifact:
-    made = [cutile_glue.compile(launch, arch) for launch in _launches(p, config, *workspace(p, config))]
+    made = [cutile_glue.legacy_compile(launch, arch) for launch in _launches(p, config, *workspace(p, config))]
     return max(made, key=lambda a: (a.spills or 0, a.registers or 0))
 
 
@@ -331,4 +331,4 @@ def run(p: Problem, config: Config, *kept) -> None:
         no_keys.fill(p.out, p.lse, p.lengths, p.bound)
         return
     for launch in _launches(p, config, *kept):
-        cutile_glue.run(launch)
+        cutile_glue.legacy_run(launch)

@@ -5,10 +5,10 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilery.backends import cutile_glue
-from tilery.device import ARCHS
+from tilery.base.spec import TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages import cutile_glue
 from tilery.parts.rows import rows
-from tilery.spec import TensorSpec
 
 archs = ARCHS
 

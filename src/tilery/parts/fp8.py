@@ -19,9 +19,9 @@ import math
 import torch
 from torch import Tensor
 
-from tilery.errors import require
+from tilery.base.errors import require
+from tilery.base.spec import DTYPES, TensorSpec
 from tilery.parts.rows import rows
-from tilery.spec import DTYPES, TensorSpec
 
 GROUP = 128
 TINY = 1e-12  # a group of zeros has a scale too

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.errors import require
+from tilery.base.errors import require
+from tilery.base.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
+from tilery.core import inputs as draw
 from tilery.parts import rows
-from tilery.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
 
 ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 GELU = ("tanh", "none")

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilery import inputs as random
-from tilery.errors import require
-from tilery.indices import require_between
-from tilery.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
+from tilery.base.errors import require
+from tilery.base.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
+from tilery.core import inputs as random
+from tilery.core.indices import require_between
 
 LAYOUTS = ("bshd", "bhsd", "thd")
 # Rounding the result to bf16 alone costs 1.7e-3, to fp16 2.1e-4.

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from tilery import device
-from tilery.backends import cuda_glue, tensor_maps
+from tilery.base.spec import Artifact, Work, dtype_name
+from tilery.hardware import device
+from tilery.languages import cuda_glue, tensor_maps
 from tilery.parts.attention import Problem, pairs, problem, problem_of_run
 from tilery.parts.fp8 import ceil_div
 from tilery.parts.kernels import Functions, functions
-from tilery.spec import Artifact, Work, dtype_name
 
 archs = ("sm_90",)
 

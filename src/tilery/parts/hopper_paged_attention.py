@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilery.backends import cuda_glue, tensor_maps
+from tilery.base.spec import Artifact, TensorSpec, Work, dtype_name
+from tilery.languages import cuda_glue, tensor_maps
 from tilery.parts import hopper_attention
 from tilery.parts.attention_checks import cutting_window
 from tilery.parts.fp8 import ceil_div
 from tilery.parts.hopper_attention import columns
 from tilery.parts.paged_attention import most_splits
-from tilery.spec import Artifact, TensorSpec, Work, dtype_name
 
 _SOURCE = Path(__file__).parents[1] / "ops" / "attention_chunked" / "hopper.cu"
 # Of a block, by the rows of a tile and the columns of a head, what is likely best first; more do not fit the registers.

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilery.backends import cuda_glue, tensor_maps
+from tilery.base.spec import Artifact, TensorSpec, Work, dtype_name
+from tilery.languages import cuda_glue, tensor_maps
 from tilery.parts import hopper_tiles
 from tilery.parts.kernels import Functions, functions
 from tilery.parts.products import Product
 from tilery.parts.tiles import tiled_product
-from tilery.spec import Artifact, TensorSpec, Work, dtype_name
 
 archs = ("sm_90",)
 

@@ -1,4 +1,4 @@
-"""Products on Hopper by TMA and wgmma: how their kernels cut the work. backends/tilery_wgmma.cuh is the device side.
+"""Products on Hopper by TMA and wgmma: how their kernels cut the work. languages/tilery_wgmma.cuh is the device side.
 
 Blocks go from tile to tile. The wide form has tiles of 128 rows, two warpgroups that multiply and one that fetches. The
 few form has b's columns where wgmma wants 64 rows, as many as give every processor the same, and a's rows on its narrow
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from tilery import device
-from tilery.backends import tensor_maps
+from tilery.hardware import device
+from tilery.languages import tensor_maps
 from tilery.parts.fp8 import ceil_div
 
 PROCESSORS = 132  # of an H200

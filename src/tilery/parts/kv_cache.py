@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery.errors import require
-from tilery.indices import require_between
+from tilery.base.errors import require
+from tilery.base.spec import DTYPES, TensorSpec, dtype_name
+from tilery.core.indices import require_between
 from tilery.parts import fp8
-from tilery.spec import DTYPES, TensorSpec, dtype_name
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 FORMATS = {DTYPES[name]: name for name in fp8.LARGEST}  # of an fp8 cache

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from tilery import inputs
-from tilery.errors import require
+from tilery.base.errors import require
+from tilery.base.spec import Bucket, Case, TensorSpec, case, dtype_name
+from tilery.core import inputs
 from tilery.parts import rows
 from tilery.parts.losses import DTYPES, TERMS
-from tilery.spec import Bucket, Case, TensorSpec, case, dtype_name
 
 
 def check_projection(x: TensorSpec, weight: TensorSpec) -> None:

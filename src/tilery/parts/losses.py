@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery.errors import BadInput, require
-from tilery.indices import require_between
-from tilery.spec import TensorSpec, dtype_name
+from tilery.base.errors import BadInput, require
+from tilery.base.spec import TensorSpec, dtype_name
+from tilery.core.indices import require_between
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 IGNORED = -100

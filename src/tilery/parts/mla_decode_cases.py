@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import inputs as random
+from tilery.core import inputs as random
 from tilery.parts.attention_cases import plant
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.errors import BadInput, require
+from tilery.base.errors import BadInput, require
+from tilery.base.spec import Case, TensorSpec, case, dtype_name
+from tilery.core import inputs as draw
 from tilery.parts import rows
-from tilery.spec import Case, TensorSpec, case, dtype_name
 
 # Rounding the result to bf16 alone costs 1.7e-3, to fp16 2.1e-4.
 ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}

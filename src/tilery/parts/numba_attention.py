@@ -12,20 +12,9 @@ import numpy as np
 import torch
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import (
-    COLUMNS,
-    DEPTH,
-    FP32,
-    ROWS,
-    at,
-    exp,
-    f32,
-    load,
-    rank,
-    store,
-    unrank,
-)
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_elements, numba_glue
+from tilery.languages.numba_elements import COLUMNS, DEPTH, FP32, ROWS, at, exp, f32, load, rank, store, unrank
 from tilery.parts.numba_attention_blocks import (
     NOTHING,
     Room,
@@ -38,7 +27,6 @@ from tilery.parts.numba_attention_blocks import (
 from tilery.parts.numba_attention_pieces import BLOCK, add_scaled, fill, padded
 from tilery.parts.numba_attention_rows import clear, finish, spoil
 from tilery.parts.numba_attention_tasks import Task, launchable, raised
-from tilery.spec import Artifact, TensorSpec
 
 archs = ("cpu",)
 
@@ -61,7 +49,7 @@ def _refusal(p: Task, config: Config | None = None) -> str | None:
         return f"rows must be a multiple of the register tile's {ROWS}, got {config.rows}"
     if config is not None and (config.chunk < 0 or config.chunk % BLOCK):
         return f"chunk must be a multiple of {BLOCK}, got {config.chunk}"
-    return numba_glue.refusal(p.tensors.q._replace(dtype=torch.float16))  # one kernel reads every dtype
+    return numba_elements.refusal(p.tensors.q._replace(dtype=torch.float16))  # one kernel reads every dtype
 
 
 def _default(p: Task, cached: bool) -> Config:
@@ -253,11 +241,11 @@ def kernel(
     def compile(specs: Any, config: Config, arch: str) -> Artifact:
         if not _made:
             p = planned(*specs)
-            _made.append(numba_glue.compile(_attention, *_arguments(p, config, *_workspace(p, config))))
+            _made.append(numba_glue.legacy_compile(_attention, *_arguments(p, config, *_workspace(p, config))))
         return _made[0]
 
     def run(outs: Any, args: Any, config: Config, work: Any, partial: Any) -> None:
-        numba_glue.launch(_attention, config.parallel, *_arguments(of_run(outs, args), config, work, partial))
+        numba_glue.legacy_launch(_attention, config.parallel, *_arguments(of_run(outs, args), config, work, partial))
 
     return (
         lambda *specs, config=None: _refusal(planned(*specs), config),

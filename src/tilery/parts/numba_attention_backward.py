@@ -6,8 +6,8 @@ Weights are computed in both walks, so that no two cores add to one sum: every r
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, at, exp, f32, load, store
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import FP32, at, exp, f32, load, store
 from tilery.parts.numba_attention_blocks import NAN, address, packed_end
 from tilery.parts.numba_attention_pieces import BLOCK, fill, narrow
 from tilery.parts.numba_attention_sides import (

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, at, exp, f32, integer, load, rank, store, unrank
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import FP32, at, exp, f32, integer, load, rank, store, unrank
 from tilery.parts.numba_attention_pieces import (
     BLOCK,
     BYTES,

@@ -5,8 +5,8 @@ Dtypes are numbers at run time, so that one kernel serves them all: each would t
 
 import torch
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import COLUMNS, DEPTH, FP32, ROWS, STORAGE, at, f32, load, multiply, store
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import COLUMNS, DEPTH, FP32, ROWS, STORAGE, at, f32, load, multiply, store
 
 KINDS = {dtype: kind for kind, dtype in enumerate(STORAGE)}
 BLOCK = DEPTH  # keys at a time: their weights are rows of a product again

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, exp, f32, load, rank, store, unrank
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import FP32, exp, f32, load, rank, store, unrank
 from tilery.parts.numba_attention_blocks import NAN, NOTHING, address, head_and_token, packed_end
 from tilery.parts.numba_attention_pieces import fill, narrow
 

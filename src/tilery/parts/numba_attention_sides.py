@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import COLUMNS, FP32, at, f32, load, store
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import COLUMNS, FP32, at, f32, load, store
 from tilery.parts.numba_attention_blocks import address, packed_span
 from tilery.parts.numba_attention_pieces import (
     BLOCK,

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tilery.backends import numba_glue
+from tilery.languages import numba_glue
 from tilery.parts.attention import Problem
 from tilery.parts.attention_checks import cutting_window
 from tilery.parts.numba_attention_pieces import KINDS

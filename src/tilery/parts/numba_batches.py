@@ -4,10 +4,10 @@ from math import ceil
 
 import torch
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import COLUMNS, DEPTH, FP32, ROWS, at, f32, load, multiply, store
+from tilery.base.spec import TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import COLUMNS, DEPTH, FP32, ROWS, at, f32, load, multiply, store
 from tilery.parts.numba_tiles import pack
-from tilery.spec import TensorSpec
 
 _BLOCK_M = 8 * ROWS  # rows of a packed at a time
 FEW = 8  # up to so many rows take dot products, where K is contiguous on both sides

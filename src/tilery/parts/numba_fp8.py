@@ -2,8 +2,8 @@
 
 from numba import int32
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import f32, rank, unrank
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import f32, rank, unrank
 from tilery.parts import fp8
 
 _TINY = f32(fp8.TINY)

@@ -10,11 +10,24 @@ import numpy as np
 import torch
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import COLUMNS, DEPTH, FP32, ONE, ROWS, STORAGE, ZERO, at, f32, load, multiply, store
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_elements, numba_glue
+from tilery.languages.numba_elements import (
+    COLUMNS,
+    DEPTH,
+    FP32,
+    ONE,
+    ROWS,
+    STORAGE,
+    ZERO,
+    at,
+    f32,
+    load,
+    multiply,
+    store,
+)
 from tilery.parts.fp8 import GROUP
 from tilery.parts.fp8_products import outputs, scale_steps
-from tilery.spec import Artifact, TensorSpec
 
 archs = ("cpu",)
 
@@ -40,7 +53,7 @@ def refusal(
     tile_m, tile_n = (config.tile_m, config.tile_n) if config else (ROWS, COLUMNS)
     if tile_m % ROWS or tile_n % COLUMNS or min(tile_m, tile_n) < 0 or (tile_m == 0) != (tile_n == 0):
         return f"tile of {tile_m} x {tile_n} is not made of register tiles of {ROWS} x {COLUMNS}"
-    return numba_glue.refusal(a._replace(dtype=torch.float16))  # one kernel writes every dtype
+    return numba_elements.refusal(a._replace(dtype=torch.float16))  # one kernel writes every dtype
 
 
 def default(a: TensorSpec, a_scale: TensorSpec, b: TensorSpec, b_scale: TensorSpec, out_dtype: str) -> Config:
@@ -197,8 +210,8 @@ def _planned(specs, config):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_product, *_planned(specs, config))
+    return numba_glue.legacy_compile(_product, *_planned(specs, config))
 
 
 def run(outs, args, config: Config, work) -> None:
-    numba_glue.launch(_product, config.parallel, *_arguments(outs, args, config, work))
+    numba_glue.legacy_launch(_product, config.parallel, *_arguments(outs, args, config, work))

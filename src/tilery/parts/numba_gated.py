@@ -4,12 +4,12 @@ import numpy as np
 from numba import prange, types
 from numba.extending import overload
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import at, exp, f32, load, store
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import at, exp, f32, load, store
 from tilery.parts import gated, numba_rows
 from tilery.parts.numba_rows import Config, archs
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
 
@@ -158,7 +158,7 @@ def _packed_backward(outs, dy, x, act="silu"):
 
 def _compile(call, outputs):
     def compile(specs, config: Config, arch: str) -> Artifact:
-        return numba_glue.compile(*call(outputs(*specs), *specs))
+        return numba_glue.legacy_compile(*call(outputs(*specs), *specs))
 
     return compile
 
@@ -166,7 +166,7 @@ def _compile(call, outputs):
 def _run(call):
     def run(outs, args, config: Config) -> None:
         kernel, *arguments = call(outs, *args)
-        numba_glue.launch(kernel, config.parallel, *arguments)
+        numba_glue.legacy_launch(kernel, config.parallel, *arguments)
 
     return run
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import COLUMNS, DEPTH, FP32, ROWS, at, exp, f32, multiply, store
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import COLUMNS, DEPTH, FP32, ROWS, at, exp, f32, multiply, store
 from tilery.parts.numba_softmax import base
 from tilery.parts.numba_tiles import pack
 

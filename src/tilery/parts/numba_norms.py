@@ -4,12 +4,12 @@ import numpy as np
 import torch
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, ONE, ZERO, at, f32, load, store
+from tilery.base.spec import TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import FP32, ONE, ZERO, at, f32, load, store
 from tilery.parts import fp8
 from tilery.parts.numba_fp8 import magnitude, scale
 from tilery.parts.numba_rows import Config
-from tilery.spec import TensorSpec
 
 
 @numba_glue.jit

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import rank
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import rank
 
 LARGEST = np.int32(2**31 - 1)
 _ZERO, _MINUS_ZERO = np.int32(0), np.int32(-1)  # as ranks

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import uint32, uint64
 
-from tilery.backends import numba_glue
+from tilery.languages import numba_glue
 from tilery.parts import philox
 
 _M0, _M1 = (np.uint64(m) for m in philox.MULTIPLIERS)

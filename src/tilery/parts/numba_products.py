@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import COLUMNS, DEPTH, FP32, ONE, ROWS, ZERO, at, f32, load, multiply, store
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_elements, numba_glue
+from tilery.languages.numba_elements import COLUMNS, DEPTH, FP32, ONE, ROWS, ZERO, at, f32, load, multiply, store
 from tilery.parts import numba_gated
 from tilery.parts.numba_gated import share
 from tilery.parts.numba_tiles import pack
 from tilery.parts.products import ACTIVATIONS, Product
-from tilery.spec import Artifact, TensorSpec
 
 archs = ("cpu",)
 
@@ -45,7 +45,7 @@ def _refusal(p: Product, config: Config | None) -> str | None:
         )
     if tile_m % ROWS or tile_n % COLUMNS or min(tile_m, tile_n) < 0 or (tile_m == 0) != (tile_n == 0):
         return f"tile of {tile_m} x {tile_n} is not made of register tiles of {ROWS} x {COLUMNS}"
-    return numba_glue.refusal(p.a)
+    return numba_elements.refusal(p.a)
 
 
 def _default(p: Product) -> Config:
@@ -220,11 +220,11 @@ def _arguments(p: Product, config: Config, work: Any) -> tuple[Any, ...]:
 
 
 def _compile(p: Product, config: Config) -> Artifact:
-    return numba_glue.compile(_product, *_arguments(p, config, *_workspace(p, config)))
+    return numba_glue.legacy_compile(_product, *_arguments(p, config, *_workspace(p, config)))
 
 
 def _run(p: Product, config: Config, work: Any) -> None:
-    numba_glue.launch(_product, config.parallel, *_arguments(p, config, work))
+    numba_glue.legacy_launch(_product, config.parallel, *_arguments(p, config, work))
 
 
 def kernel(product: Callable[..., Product], outputs: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, STORAGE, ZERO, at, f32, load, store
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import FP32, STORAGE, ZERO, at, f32, load, store
 from tilery.parts import fp8
 from tilery.parts.numba_fp8 import magnitude, scale
 from tilery.parts.numba_gated import ACTS, share

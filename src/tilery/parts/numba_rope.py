@@ -5,18 +5,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, STORAGE, at, f32, integer, load, store
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_elements, numba_glue
+from tilery.languages.numba_elements import FP32, STORAGE, at, f32, integer, load, store
 from tilery.parts.heads import heads
 from tilery.parts.numba_rows import Config
-from tilery.spec import Artifact, TensorSpec
 
 archs = ("cpu",)
 _NAN = f32(np.nan)
 
 
 def refusal(q: TensorSpec) -> str | None:
-    return numba_glue.refusal(q)
+    return numba_elements.refusal(q)
 
 
 def default(q: TensorSpec, layout: str) -> Config:
@@ -166,8 +166,8 @@ def _arguments(outs: Any, args: Any, inverse: bool, weights: Any, norm: Norm) ->
 
 
 def run(config: Config, outs: Any, args: Any, inverse: bool = False, weights: Any = None, norm: Norm = NO_NORM) -> None:
-    numba_glue.launch(_rope, config.parallel, *_arguments(outs, args, inverse, weights, norm))
+    numba_glue.legacy_launch(_rope, config.parallel, *_arguments(outs, args, inverse, weights, norm))
 
 
 def compile(outs: Any, specs: Any, inverse: bool = False, weights: Any = None, norm: Norm = NO_NORM) -> Artifact:
-    return numba_glue.compile(_rope, *_arguments(outs, specs, inverse, weights, norm))
+    return numba_glue.legacy_compile(_rope, *_arguments(outs, specs, inverse, weights, norm))

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from tilery.backends import numba_glue
+from tilery.base.spec import TensorSpec
+from tilery.languages import numba_elements
 from tilery.parts.rows import rows
-from tilery.spec import TensorSpec
 
 archs = ("cpu",)
 
@@ -15,7 +15,7 @@ class Config:
 
 
 def refusal(x: TensorSpec) -> str | None:
-    return numba_glue.refusal(x)
+    return numba_elements.refusal(x)
 
 
 def default(x: TensorSpec, least: int) -> Config:

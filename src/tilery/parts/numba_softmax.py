@@ -3,13 +3,13 @@
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, ZERO, at, exp, f32, load, rank, store, unrank
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import FP32, ZERO, at, exp, f32, load, rank, store, unrank
 from tilery.parts import numba_rows, numba_stream
 from tilery.parts.numba_rows import Config
 from tilery.parts.numba_stream import BLOCK, ahead, buffer, finish, stream, too_large
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs
 
@@ -193,18 +193,18 @@ def _backward(outs, args, log):
 
 
 def compile(outs, specs, log: bool) -> Artifact:
-    return numba_glue.compile(*_forward(outs, specs, log))
+    return numba_glue.legacy_compile(*_forward(outs, specs, log))
 
 
 def run(outs, args, config: Config, log: bool) -> None:
     kernel, *arguments = _forward(outs, args, log)
-    numba_glue.launch(kernel, config.parallel, *arguments)
+    numba_glue.legacy_launch(kernel, config.parallel, *arguments)
 
 
 def compile_backward(outs, specs, log: bool) -> Artifact:
-    return numba_glue.compile(*_backward(outs, specs, log))
+    return numba_glue.legacy_compile(*_backward(outs, specs, log))
 
 
 def run_backward(outs, args, config: Config, log: bool) -> None:
     kernel, *arguments = _backward(outs, args, log)
-    numba_glue.launch(kernel, config.parallel, *arguments)
+    numba_glue.legacy_launch(kernel, config.parallel, *arguments)

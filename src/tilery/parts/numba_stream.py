@@ -9,8 +9,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import at
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import at
 
 BLOCK = 256  # elements at a time: with 1024 a Zen 4 core waits for what it asked for, and softmax takes 30 % longer
 LINE = 64  # bytes

@@ -1,7 +1,7 @@
 """Blocks of a matrix for Numba's products: packed, so that what is multiplied lies side by side in the caches."""
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, load, store
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import FP32, load, store
 
 
 @numba_glue.jit

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import inputs as random
-from tilery.errors import require
+from tilery.base.errors import require
+from tilery.base.spec import Case, Cost, TensorSpec, dtype_name
+from tilery.core import inputs as random
 from tilery.parts import attention_cases, kv_cache
 from tilery.parts.attention import attend, pairs
 from tilery.parts.attention_checks import check_bend
 from tilery.parts.fp8 import ceil_div
-from tilery.spec import Case, Cost, TensorSpec, dtype_name
 
 SIZES = (16, 32, 64, 80, 96, 128, 192, 256)
 # Weights are rounded to the dtype of q before they meet the values; fp8 caches are read as what they hold.

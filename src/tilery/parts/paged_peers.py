@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilery.core.peers import Saved
 from tilery.parts.paged_attention import bound
-from tilery.peers import Saved
 
 host_list = Saved(lambda x: x.tolist())
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery.errors import require
+from tilery.base.errors import require
+from tilery.base.spec import Cost, TensorSpec, dtype_name
 from tilery.parts import rows
-from tilery.spec import Cost, TensorSpec, dtype_name
 
 # fp32 is true fp32 unless tf32 is asked for, which gives 3e-4 where it is used. One running fp32 sum of 2**14 products
 # gives 2.2e-6.

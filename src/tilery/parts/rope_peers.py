@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery.peers import load
+from tilery.core.peers import load
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, layout: str, interleaved: bool) -> Tensor:

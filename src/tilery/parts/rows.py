@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tilery import device, inputs
-from tilery.errors import require
-from tilery.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
+from tilery.base.errors import require
+from tilery.base.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
+from tilery.core import inputs
+from tilery.hardware import device
 
 
 class Rows(NamedTuple):

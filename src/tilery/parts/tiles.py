@@ -1,6 +1,6 @@
 """Matrix products cut into tiles: what a tile costs, for the tuner's model."""
 
-from tilery.spec import TensorSpec, Work
+from tilery.base.spec import TensorSpec, Work
 
 
 def tiled_product(a: TensorSpec, b: TensorSpec, tile_m: int, tile_n: int, blocks_per_tile: int = 1) -> Work:

@@ -8,16 +8,16 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilery import device
-from tilery.backends import triton_glue
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec, Work, dtype_name
+from tilery.hardware import device
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
 from tilery.parts import triton_fp8
 from tilery.parts.attention import FP8, Problem, pairs, problem, problem_of_run
 from tilery.parts.fp8 import power
 from tilery.parts.kernels import Functions, functions
 from tilery.parts.triton_attention_forward import forward
 from tilery.parts.triton_tiles import far
-from tilery.spec import Artifact, TensorSpec, Work, dtype_name
 
 archs = ARCHS
 
@@ -204,7 +204,7 @@ def _arguments(p: Problem, config: Config):  # type: ignore[no-untyped-def]
 
 def _compile(p: Problem, config: Config, arch: str) -> Artifact:
     arguments, constants = _arguments(p, config)
-    return triton_glue.compile(forward, arguments, constants, config.options, arch)
+    return triton_glue.legacy_compile(forward, arguments, constants, config.options, arch)
 
 
 def _run(p: Problem, config: Config) -> None:

@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tilery.base.spec import TensorSpec
 from tilery.parts import triton_tiles
 from tilery.parts.triton_tiles import Tiles
-from tilery.spec import TensorSpec
 
 BAND = 8  # tiles of a column band that run together and share b in L2
 

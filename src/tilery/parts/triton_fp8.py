@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tilery import device
+from tilery.base.spec import TensorSpec
+from tilery.hardware import device
 from tilery.parts import fp8
-from tilery.spec import TensorSpec
 
 _TINY_BITS = tl.constexpr(int(torch.tensor(fp8.TINY).view(torch.int32)))
 _LARGEST_E4M3, _LARGEST_E5M2 = tl.constexpr(fp8.LARGEST["e4m3"]), tl.constexpr(fp8.LARGEST["e5m2"])

@@ -10,14 +10,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tilery import device
-from tilery.backends import triton_glue
-from tilery.device import ARCHS
+from tilery.base.spec import DTYPES, Artifact, TensorSpec, Work
+from tilery.hardware import device
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
 from tilery.parts import triton_fp8
 from tilery.parts.fp8 import GROUP, LARGEST, ceil_div
 from tilery.parts.fp8_products import outputs, scale_steps, split_work, split_workspace
 from tilery.parts.triton_fp8 import widen
-from tilery.spec import DTYPES, Artifact, TensorSpec, Work
 
 archs = ARCHS
 
@@ -201,7 +201,7 @@ def _planned(specs, config):
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     made = _planned(specs, config)
-    built = [triton_glue.compile(kernel, given, how, config.options, arch) for kernel, _, given, how in made]
+    built = [triton_glue.legacy_compile(kernel, given, how, config.options, arch) for kernel, _, given, how in made]
     return triton_glue.greediest(built)
 
 

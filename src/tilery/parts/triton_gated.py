@@ -3,12 +3,12 @@
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import hand_over, take_over
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import hand_over, take_over
 from tilery.parts import gated, triton_pieces
 from tilery.parts.rows import joined, rows
 from tilery.parts.triton_pieces import Config, archs, piece
-from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
 
@@ -113,7 +113,7 @@ def _compile(call, outputs):
     def compile(specs, config: Config, arch: str) -> Artifact:
         kernel, m, n, act, arguments = call(outputs(*specs), *specs)
         constants = triton_pieces.cut(m, n, config)[1] | {"ACT": act}
-        return triton_glue.compile(kernel, arguments, constants, config.options, arch)
+        return triton_glue.legacy_compile(kernel, arguments, constants, config.options, arch)
 
     return compile
 
@@ -122,7 +122,7 @@ def _run(call):
     def run(outs, args, config: Config) -> None:
         kernel, m, n, act, arguments = call(outs, *args)
         grid, constants = triton_pieces.cut(m, n, config)
-        triton_glue.launch(kernel, grid, arguments, constants | {"ACT": act}, config.options)
+        triton_glue.legacy_launch(kernel, grid, arguments, constants | {"ACT": act}, config.options)
 
     return run
 

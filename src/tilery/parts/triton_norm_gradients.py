@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tilery.base.spec import TensorSpec
 from tilery.parts import triton_norms
 from tilery.parts.rows import rows
-from tilery.spec import TensorSpec
 
 _HELD = 8192  # x, dy, weight and the gradient's sum of a row all sit in registers: 64 of 255 a lane with 16 warps
 _ROWS = triton_norms.Rows(held=_HELD, long=triton_norms.LONG_SUMS)

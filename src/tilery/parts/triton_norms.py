@@ -9,12 +9,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tilery.backends.triton_glue import hand_over
-from tilery.device import ARCHS
+from tilery.base.spec import TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages.triton_glue import hand_over
 from tilery.parts import fp8
 from tilery.parts.rows import rows
 from tilery.parts.triton_fp8 import magnitude, quantise, scale
-from tilery.spec import TensorSpec
 
 archs = ARCHS
 

@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import hand_over, take_over
+from tilery.base.spec import TensorSpec
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import hand_over, take_over
 from tilery.parts import paged_attention
 from tilery.parts.fp8 import ceil_div, power
 from tilery.parts.triton_attention import LOG2E, finish, packed_span
 from tilery.parts.triton_fp8 import widen
-from tilery.spec import TensorSpec
 
 EIGHT = tl.constexpr(paged_attention.EIGHT)
 _COMBINED = 1024  # values that a program of `_combine` holds: with 8 a thread, all are asked for at once

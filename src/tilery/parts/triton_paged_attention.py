@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilery import device
-from tilery.backends import triton_glue
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec, Work
+from tilery.hardware import device
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
 from tilery.parts import kv_cache, triton_paged
 from tilery.parts.fp8 import ceil_div, power
 from tilery.parts.paged_attention import most_splits
 from tilery.parts.triton_fp8 import as_bytes, native
 from tilery.parts.triton_paged_kernel import attend
-from tilery.spec import Artifact, TensorSpec, Work
 
 archs = ARCHS
 _LEAST = 128
@@ -189,10 +189,10 @@ def _launches(outs, p: Problem, config: Config, parts: Any = None, stats: Any = 
 def compile(p: Problem, outs: tuple[TensorSpec, ...], config: Config, arch: str) -> Artifact:
     made = _launches(outs, p, config, *workspace(p, config))
     return triton_glue.greediest(
-        [triton_glue.compile(k, given, how, options, arch) for k, _, given, how, options in made]
+        [triton_glue.legacy_compile(k, given, how, options, arch) for k, _, given, how, options in made]
     )
 
 
 def run(p: Problem, outs: tuple[torch.Tensor, ...], config: Config, *kept: torch.Tensor) -> None:
     for kernel, grid, given, how, options in _launches(outs, p, config, *kept):
-        triton_glue.launch(kernel, grid, given, how, options)
+        triton_glue.legacy_launch(kernel, grid, given, how, options)

@@ -7,8 +7,8 @@ mainloop, so that there is no more in it than a comparison of the page.
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import hand_over, take_over
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import hand_over, take_over
 from tilery.parts.triton_attention import base_2, bent, finish, key_range, seen
 from tilery.parts.triton_paged import cut, keep, offsets, page_of, sequence, spoilt, stored, with_sink
 

@@ -6,7 +6,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tilery.device import ARCHS
+from tilery.hardware.device import ARCHS
 
 archs = ARCHS
 

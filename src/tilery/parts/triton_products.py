@@ -11,14 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from tilery import device
-from tilery.backends import triton_glue
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec, Work
+from tilery.hardware import device
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
 from tilery.parts.kernels import Functions, functions
 from tilery.parts.products import Product
 from tilery.parts.tiles import tiled_product
 from tilery.parts.triton_gated import share
-from tilery.spec import Artifact, TensorSpec, Work
 
 archs = ARCHS
 
@@ -173,7 +173,7 @@ def _arguments(p: Product, config: Config) -> tuple[tuple[Any, ...], dict[str, A
 def _compile(p: Product, config: Config, arch: str) -> Artifact:
     arguments, constants = _arguments(p, config)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return triton_glue.compile(_product, arguments, constants, options, arch)
+    return triton_glue.legacy_compile(_product, arguments, constants, options, arch)
 
 
 def _run(p: Product, config: Config) -> None:

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import hand_over, take_over
+from tilery.base.spec import Artifact
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import hand_over, take_over
 from tilery.parts import fp8, triton_fp8
 from tilery.parts.rows import rows
 from tilery.parts.triton_fp8 import magnitude, quantise, scale
 from tilery.parts.triton_gated import share
 from tilery.parts.triton_pieces import Config, cut, own_place, within
-from tilery.spec import Artifact
 
 _GROUP = tl.constexpr(fp8.GROUP)
 _LONGEST = 16384  # a row that one program holds
@@ -25,10 +25,10 @@ class Call(NamedTuple):
     constants: dict[str, Any]
 
     def compile(self, config: Config, arch: str) -> Artifact:
-        return triton_glue.compile(self.kernel, self.arguments, self.constants, config.options, arch)
+        return triton_glue.legacy_compile(self.kernel, self.arguments, self.constants, config.options, arch)
 
     def run(self, config: Config) -> None:
-        triton_glue.launch(self.kernel, self.grid, self.arguments, self.constants, config.options)
+        triton_glue.legacy_launch(self.kernel, self.grid, self.arguments, self.constants, config.options)
 
 
 def _block(k: int) -> int:

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import hand_over, take_over
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import hand_over, take_over
 from tilery.parts.heads import heads
-from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
 
@@ -179,10 +179,10 @@ class Launch(NamedTuple):
     grid: tuple[int]
 
     def run(self) -> None:
-        triton_glue.launch(_rope, self.grid, self.arguments, self.constants, self.options)
+        triton_glue.legacy_launch(_rope, self.grid, self.arguments, self.constants, self.options)
 
     def compile(self, arch: str) -> Artifact:
-        return triton_glue.compile(_rope, self.arguments, self.constants, self.options, arch)
+        return triton_glue.legacy_compile(_rope, self.arguments, self.constants, self.options, arch)
 
 
 class Norm(NamedTuple):

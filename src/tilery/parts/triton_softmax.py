@@ -7,11 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import hand_over, take_over
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import hand_over, take_over
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
 
@@ -201,10 +201,10 @@ def _launches(outs: Any, x: Any, config: Config, log: bool, sums: Any) -> list[t
 def compile(outs: Any, x: TensorSpec, config: Config, arch: str, log: bool) -> Artifact:
     sums = workspace(x, config)[0] if config.splits > 1 else None
     options = {"num_warps": config.num_warps}
-    made = [triton_glue.compile(k, a, c, options, arch) for k, _, a, c in _launches(outs, x, config, log, sums)]
+    made = [triton_glue.legacy_compile(k, a, c, options, arch) for k, _, a, c in _launches(outs, x, config, log, sums)]
     return triton_glue.greediest(made)
 
 
 def run(outs: Any, x: Any, config: Config, log: bool, sums: Any = None) -> None:
     for kernel, programs, arguments, constants in _launches(outs, x, config, log, sums):
-        triton_glue.launch(kernel, (programs,), arguments, constants, {"num_warps": config.num_warps})
+        triton_glue.legacy_launch(kernel, (programs,), arguments, constants, {"num_warps": config.num_warps})

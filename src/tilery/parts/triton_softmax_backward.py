@@ -6,11 +6,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import take_over
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import take_over
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
 
@@ -104,9 +104,9 @@ def _launch(outs: Any, dy: Any, y: Any, config: Config, log: bool) -> tuple[Any,
 
 def compile(outs: Any, dy: TensorSpec, y: TensorSpec, config: Config, arch: str, log: bool) -> Artifact:
     kernel, arguments, constants = _launch(outs, dy, y, config, log)
-    return triton_glue.compile(kernel, arguments, constants, {"num_warps": config.num_warps}, arch)
+    return triton_glue.legacy_compile(kernel, arguments, constants, {"num_warps": config.num_warps}, arch)
 
 
 def run(outs: Any, dy: Any, y: Any, config: Config, log: bool) -> None:
     kernel, arguments, constants = _launch(outs, dy, y, config, log)
-    triton_glue.launch(kernel, (rows(dy).m,), arguments, constants, {"num_warps": config.num_warps})
+    triton_glue.legacy_launch(kernel, (rows(dy).m,), arguments, constants, {"num_warps": config.num_warps})

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tilery import device
-from tilery.spec import TensorSpec
+from tilery.base.spec import TensorSpec
+from tilery.hardware import device
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Tilery inside of Hugging Face models: attention (the function they call) · attention_masks (what they pass it)."""
 
-from tilery.errors import ToolMissing
+from tilery.base.errors import ToolMissing
 
 NEEDS = "5.17"  # of transformers; before it, masks were asked for by other arguments
 

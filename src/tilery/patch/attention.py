@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery.errors import BadInput, require
+from tilery.base.errors import BadInput, require
 from tilery.ops import attention, attention_decode
 from tilery.ops.attention_decode import MOST_QUERIES
 from tilery.patch.attention_masks import Mask

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import masking_utils
 
-from tilery.errors import BadInput
+from tilery.base.errors import BadInput
 
 _OPENED = (
     "this model computes with its attention mask, which tilery keeps as causal, window and padding, not as a tensor; "

@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tilery.op import Op
-    from tilery.spec import Case
+    from tilery.base.spec import Case
+    from tilery.core.op import Op
     from tilery.tuning.tuner import Status, TuneResult
 
 
@@ -35,7 +35,7 @@ def tune(
 
     `rows` are those of a model's products, if not the usual ones.
     """
-    from tilery import settings
+    from tilery.base import settings
     from tilery.tuning import request
     from tilery.tuning.tuner import Tuner
 

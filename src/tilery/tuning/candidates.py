@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
-from tilery import ceilings, device, dispatch
-from tilery.op import REGISTRY, Op
-from tilery.spec import TensorSpec, Work, dtype_name
+from tilery.base.spec import TensorSpec, Work, dtype_name
+from tilery.core import policy
+from tilery.core.call import Call
+from tilery.core.cases import specs_for
+from tilery.core.op import REGISTRY, Op
+from tilery.hardware import device
+from tilery.measure import ceilings
 from tilery.tuning.data import Candidate, Measured, Problem
-from tilery.workbench.compile import specs_for
 
 _HOPELESS = 2.0  # times the best modelled time
 # What a processor reads above its share of the memory's rate: L2 holds what blocks share, and a few blocks have the
@@ -37,17 +40,17 @@ def collect(
     In the op's order of kernels; of each its default, its configs, then those imported. Imported ones have an origin
     and won elsewhere: the model has no say over them.
     """
-    op, specs, imported = REGISTRY[problem.op], specs_of(problem), list(imported)
-    op.validate(specs)
+    op, imported = REGISTRY[problem.op], list(imported)
+    call = op.call(specs_of(problem))
     chosen: list[Candidate] = []
     left_out: list[Measured] = []
     asked = [kernel for kernel in op.kernels if kernel in kernels]
     for kernel in asked:
         brought = [candidate for candidate in imported if candidate.kernel == kernel]
-        if why := _kernel_refusal(op, kernel, specs):
+        if why := _kernel_refusal(op, kernel, call):
             left_out += [Measured(candidate, "refused", why) for candidate in (Candidate(kernel, {}), *brought)]
             continue
-        for candidate, why in _of_kernel(op, kernel, specs, brought):
+        for candidate, why in _of_kernel(op, kernel, call, brought):
             if why is not None:
                 left_out.append(Measured(candidate, "refused", why))
             else:
@@ -56,7 +59,7 @@ def collect(
         if candidate.kernel not in asked:
             why = f"{candidate.kernel} is not among {op.name}'s kernels to tune: {', '.join(asked)}"
             left_out.append(Measured(candidate, "refused", why))
-    kept, pruned = _without_hopeless(op, specs, chosen)
+    kept, pruned = _without_hopeless(op, call, chosen)
     return kept, left_out + pruned
 
 
@@ -77,32 +80,26 @@ def dtype_of(specs: tuple[Any, ...]) -> str:
     return next(map(dtype_name, floats), "fp32")
 
 
-def _kernel_refusal(op: Op, kernel: str, specs: tuple[Any, ...]) -> str | None:
-    where = _device(specs)
-    if why := dispatch.environment_refusal(op, kernel, where, specs):
+def _kernel_refusal(op: Op, kernel: str, call: Call) -> str | None:
+    where = op.device(call)
+    if why := policy.environment_refusal(op, kernel, where, call):
         return why
     if where.type == "cpu" and "cpu" not in op.kernel(kernel).archs:
         return "is interpreted on a CPU, which tells nothing of its speed"
-    return dispatch.problem_refusal(op, kernel, specs)
+    return policy.problem_refusal(op, kernel, call)
 
 
-def _device(specs: tuple[Any, ...]) -> torch.device:
-    return next(s.device for s in specs if isinstance(s, TensorSpec))
-
-
-def _of_kernel(
-    op: Op, kernel: str, specs: tuple[Any, ...], brought: list[Candidate]
-) -> Iterator[tuple[Candidate, str | None]]:
+def _of_kernel(op: Op, kernel: str, call: Call, brought: list[Candidate]) -> Iterator[tuple[Candidate, str | None]]:
     """Every candidate and why it is refused."""
-    module, known = op.kernel(kernel), list[dict[str, Any]]()
-    for config in (module.default(*specs), *module.configs(*specs)):
+    made, known = op.kernel(kernel), list[dict[str, Any]]()
+    for config in (made.default(call), *made.configs(call)):
         if asdict(config) not in known:
             known.append(asdict(config))
-            yield Candidate(kernel, known[-1]), dispatch.problem_refusal(op, kernel, specs, config)
+            yield Candidate(kernel, known[-1]), policy.problem_refusal(op, kernel, call, config)
     for candidate in brought:
         try:
-            config = module.Config(**candidate.config)
-            why = dispatch.problem_refusal(op, kernel, specs, config)
+            config = made.Config(**candidate.config)
+            why = policy.problem_refusal(op, kernel, call, config)
         except Exception as error:  # of another version or written by hand: it may break the kernel's code anywhere
             yield candidate, f"{kernel} takes no config {candidate.config}: {type(error).__name__}: {error}"
             continue
@@ -122,17 +119,14 @@ def modelled_ms(work: Work, machine: Machine) -> float:
     return max(1e3 * waves * max(arithmetic, memory), machine.least_ms)
 
 
-def _without_hopeless(
-    op: Op, specs: tuple[Any, ...], candidates: list[Candidate]
-) -> tuple[list[Candidate], list[Measured]]:
+def _without_hopeless(op: Op, call: Call, candidates: list[Candidate]) -> tuple[list[Candidate], list[Measured]]:
     """Without those modelled far slower than the best; a kernel's default and what cannot be modelled stay."""
     machine: Machine | None = None
     modelled: dict[int, float] = {}
     for i, candidate in enumerate(candidates):
-        module = op.kernel(candidate.kernel)
-        if hasattr(module, "estimate"):
-            machine = machine or _machine(op, specs)
-            work = module.estimate(*specs, config=module.Config(**candidate.config))
+        kernel = op.kernel(candidate.kernel)
+        if (work := kernel.estimate(call, kernel.Config(**candidate.config))) is not None:
+            machine = machine or _machine(op, call)
             modelled[i] = modelled_ms(work, machine)
     best = min(modelled.values(), default=0.0)
     kept: list[Candidate] = []
@@ -147,9 +141,9 @@ def _without_hopeless(
     return kept, pruned
 
 
-def _machine(op: Op, specs: tuple[Any, ...]) -> Machine:
-    where, cost = _device(specs), op.cost(*specs)
-    roof, dtype = ceilings.ceilings(where), dtype_of(specs)
+def _machine(op: Op, call: Call) -> Machine:
+    where, cost = op.device(call), op.cost(call)
+    roof, dtype = ceilings.ceilings(where), dtype_of(op.specs_in(call))
     cuda = where.type == "cuda"
     processors = torch.cuda.get_device_properties(where).multi_processor_count if cuda else device.cores()
     return Machine(processors, roof.peak(dtype), roof.read, roof.roof_ms(cost, dtype))

@@ -4,8 +4,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilery import timing
-from tilery.spec import Case
+from tilery.base.spec import Case
+from tilery.measure import timing
 
 GOOD = "good"
 BAD = ("refused", "pruned", "does not build", "spills", "wrong", "crashed", "hung")  # why a candidate may not win

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import dispatch
-from tilery.errors import BadInput, require
-from tilery.op import Op
+from tilery.base.errors import BadInput, require
+from tilery.core import policy
+from tilery.core.op import Op
+from tilery.core.plan import drop_plans
+from tilery.measure.place import chosen_kernels
 from tilery.tuning.data import Problem
 from tilery.tuning.pool import SILENCE_S, LocalPool
 from tilery.tuning.record import present
 from tilery.tuning.request import seconds
 from tilery.tuning.tuner import Request, Tuner
-from tilery.workbench.place import chosen_kernels
 
 
 @contextlib.contextmanager
@@ -29,14 +30,14 @@ def tuning(
     budget: str | float = "60s", *, search: str = "halving", bits: str = "any", timeout: float = SILENCE_S
 ) -> Iterator[None]:
     """The budget is for all buckets together; once it is spent, calls run as they would without this."""
-    require(dispatch.before_plan is None, "tilery.tuning is for one block at a time, got one inside another")
+    require(policy.before_plan is None, "tilery.tuning is for one block at a time, got one inside another")
     first = _FirstCalls(Request((), {}, seconds(budget), search, bits), timeout)
-    dispatch.before_plan = first
-    dispatch.drop_plans()  # calls that were decided before are looked at again
+    policy.before_plan = first
+    drop_plans()  # calls that were decided before are looked at again
     try:
         yield
     finally:
-        dispatch.before_plan = None
+        policy.before_plan = None
         first.close()
 
 
@@ -52,16 +53,15 @@ class _FirstCalls:
     def __call__(self, op: Op, args: tuple[Any, ...], backend: str | None, config: Any) -> None:
         if config is not None or (backend is not None and backend not in op.kernels):
             return
-        specs = op.specs(args)
         try:
-            op.validate(specs)
+            call = op.call(op.specs(args))
         except BadInput:
             return  # the plan that is made next says what is wrong
         where = next(a.device for a in args if isinstance(a, Tensor))
         if where.type not in ("cpu", "cuda") or (where.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return
         kernels = chosen_kernels(op, None if backend is None else [backend])
-        bucket = op.bucket(*specs)
+        bucket = op.bucket(call)
         with self._lock:
             key = op.name, str(where), bucket.exact, *sorted(bucket.scaled.items()), kernels
             known = any(e.kernel in kernels for e in present(op, bucket, where))

@@ -16,8 +16,8 @@ from typing import Any
 
 import filelock
 
-from tilery import files
-from tilery.errors import NotWritten
+from tilery.base import files
+from tilery.base.errors import NotWritten
 from tilery.tuning.data import Built, Candidate, Job, Measured
 from tilery.tuning.search import Gain, Outcome
 

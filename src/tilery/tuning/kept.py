@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
-from tilery import device, dispatch, settings, tuned, tuned_files
-from tilery.errors import BadInput, BadTunedFile
-from tilery.op import REGISTRY, Op
-from tilery.spec import Case
-from tilery.tuned_files import MEND, Document, Entry
+from tilery.base import settings
+from tilery.base.errors import BadInput, BadTunedFile
+from tilery.base.spec import Case
+from tilery.core import policy, tuned, tuned_files
+from tilery.core.cases import specs_for
+from tilery.core.op import REGISTRY, Op
+from tilery.core.tuned_files import MEND, Document, Entry
+from tilery.hardware import device
 from tilery.tuning import sglang
-from tilery.workbench.compile import specs_for
 
 YOURS, SHIPPED, CANDIDATES = "yours", "shipped", "candidates"
 
@@ -42,15 +44,21 @@ def files(ops: Iterable[Op]) -> list[File]:
     """Every file there is of these ops, the strongest first; one that cannot be read is among them and says so."""
     found = []
     for op in ops:
-        yours, shipped = tuned.folders(op)
-        owners = {YOURS: yours, SHIPPED: shipped, CANDIDATES: tuned.candidates_folder() / op.name}
-        for owner, folder in owners.items():
-            for path in sorted(folder.glob("*.json")):
-                try:
-                    found.append(File(op.name, path.stem, path, owner, tuned.read(path, op)))
-                except BadTunedFile as error:
-                    found.append(File(op.name, path.stem, path, owner, failure=str(error)))
+        owners = {
+            YOURS: _by_slug(tuned.user_folder(op)),
+            SHIPPED: tuned.shipped(op),
+            CANDIDATES: _by_slug(tuned.candidates_folder() / op.name),
+        }
+        for owner, slug, path in ((owner, *each) for owner, paths in owners.items() for each in paths.items()):
+            try:
+                found.append(File(op.name, slug, path, owner, tuned.read(path, op)))
+            except BadTunedFile as error:
+                found.append(File(op.name, slug, path, owner, failure=str(error)))
     return found
+
+
+def _by_slug(folder: Path) -> dict[str, Path]:
+    return {path.stem: path for path in sorted(folder.glob("*.json"))}
 
 
 def strangers() -> list[Path]:
@@ -63,8 +71,8 @@ def strangers() -> list[Path]:
 def used(op: Op, slug: str) -> list[tuple[Path, Entry]]:
     """What dispatch chooses from on a device, with its files: shipped buckets stand back behind the user's."""
     found: list[tuple[Path, Entry]] = []
-    for folder in tuned.folders(op):
-        path, taken = folder / f"{slug}.json", {entry.bucket for _, entry in found}
+    for path in tuned.files(op, slug):
+        taken = {entry.bucket for _, entry in found}
         found += [(path, entry) for entry in tuned.read(path, op) if entry.bucket not in taken]
     return found
 
@@ -160,12 +168,12 @@ def _judged(op: Op, slug: str, entry: Entry, path: Path, where: torch.device | N
 
 def refusal(op: Op, entry: Entry, path: Path, where: torch.device) -> str | None:
     """Why an entry cannot run on this device. What its case says of the problem is asked too, where there is one."""
-    if why := dispatch.environment_refusal(op, entry.kernel, where):
+    if why := policy.environment_refusal(op, entry.kernel, where):
         return why
     config = tuned.config_of(op, entry, path)
     if entry.case is None:
         return None
-    return dispatch.problem_refusal(op, entry.kernel, specs_of(op, entry, path, where), config)
+    return policy.problem_refusal(op, entry.kernel, op.call(specs_of(op, entry, path, where)), config)
 
 
 def specs_of(op: Op, entry: Entry, path: Path, where: torch.device) -> tuple[Any, ...]:
@@ -173,10 +181,9 @@ def specs_of(op: Op, entry: Entry, path: Path, where: torch.device) -> tuple[Any
     assert entry.case is not None
     try:
         specs = specs_for(op, Case(entry.case), str(where))
-        op.validate(specs)
+        bucket = op.bucket(op.call(specs))
     except (TypeError, ValueError) as error:
         raise BadTunedFile(f"{path}:{entry.line}: {op.name} has no case {entry.case}: {error}; {MEND}") from None
-    bucket = op.bucket(*specs)
     if (bucket.exact, bucket.scaled) != (entry.exact, entry.scaled):
         what = f"its case is of {bucket.exact} {bucket.scaled}, the entry says {entry.exact} {entry.scaled}"
         raise BadTunedFile(f"{path}:{entry.line}: {what}; {MEND}")

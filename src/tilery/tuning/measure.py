@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import ceilings, dispatch, timing
-from tilery.errors import CompileFailed, Wrong
-from tilery.op import REGISTRY, Op
+from tilery.base.errors import CompileFailed, Wrong
+from tilery.core.op import REGISTRY, Op
+from tilery.core.plan import Plan
+from tilery.measure import ceilings, timing
+from tilery.measure.check import Right, check_call, poisoned, reference
 from tilery.tuning.candidates import dtype_of
 from tilery.tuning.data import GOOD, Candidate, Job, Measured, Problem
 from tilery.workbench import bench
-from tilery.workbench.check import Right, check_call, poisoned, reference
 
 Progress = Callable[[int | None, str], None]  # (number of the candidate, what is under way)
 Arguments = tuple[Any, ...]
@@ -66,9 +67,9 @@ def _twin(t: Tensor) -> Tensor:
     return storage.as_strided(t.shape, t.stride(), skip).copy_(t.detach())
 
 
-def _plan(op: Op, candidate: Candidate, specs: tuple[Any, ...]) -> dispatch.Plan:
+def _plan(op: Op, candidate: Candidate, specs: tuple[Any, ...]) -> Plan:
     config = op.kernel(candidate.kernel).Config(**candidate.config)
-    return dispatch.decide(op, specs, candidate.kernel, config)
+    return op.plan(specs, candidate.kernel, config)
 
 
 # Is it right?
@@ -148,7 +149,7 @@ def _timed(op: Op, job: Job, good: dict[int, Measured], sets: bench.Sets, progre
     return timed
 
 
-def _arm(plan: dispatch.Plan, sets: bench.Sets) -> timing.Arm:
+def _arm(plan: Plan, sets: bench.Sets) -> timing.Arm:
     return bench.rotating(lambda *args: plan(args), sets)
 
 
@@ -156,7 +157,7 @@ class _Speeds:
     """What a GPU can do with this problem. A CPU's rates change with its neighbours: there only ratios count."""
 
     def __init__(self, op: Op, specs: tuple[Any, ...], sets: bench.Sets, where: torch.device) -> None:
-        self.where, self.cost, self.roof = where, op.cost(*specs), ceilings.ceilings(where)
+        self.where, self.cost, self.roof = where, op.cost(op.call(specs)), ceilings.ceilings(where)
         self.dtype, self.inputs = dtype_of(specs), bench.said(True, sets, self.cost, where)
 
     @property

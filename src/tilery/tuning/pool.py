@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from tilery import device
-from tilery.errors import CompileFailed
+from tilery.base.errors import CompileFailed
+from tilery.hardware import device
+from tilery.measure.compile import Compiler
 from tilery.tuning.data import Built
 from tilery.tuning.worker import Measurer, Worker
-from tilery.workbench.compile import Compiler
 
 _MOST_COMPILERS = 16
 SILENCE_S = 60.0  # a turn lasts milliseconds, and what compiles slowly was compiled before

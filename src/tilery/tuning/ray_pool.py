@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from tilery import device as devices
-from tilery.errors import CompileFailed, TileryError, ToolMissing, require
+from tilery.base.errors import CompileFailed, TileryError, ToolMissing, require
+from tilery.hardware import device as devices
+from tilery.measure.compile import Compiler
 from tilery.tuning.data import Built, Candidate, Job, Measured
 from tilery.tuning.pool import SILENCE_S
 from tilery.tuning.worker import Measurer, Progress, Worker
-from tilery.workbench.compile import Compiler
 
 _START_S = 180.0  # a node imports torch within seconds; longer, and the GPU is someone else's
 _CLOSE_S = 5.0

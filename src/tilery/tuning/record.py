@@ -6,22 +6,24 @@ from datetime import UTC, datetime
 
 import torch
 
-from tilery import ceilings, device, timing, tuned
-from tilery.op import REGISTRY, Op
-from tilery.spec import Bucket
-from tilery.tuned import Entry
+from tilery.base.spec import Bucket
+from tilery.core import tuned
+from tilery.core.op import REGISTRY, Op
+from tilery.core.tuned import Entry
+from tilery.hardware import device
+from tilery.measure import ceilings, timing
+from tilery.measure.result import Row
 from tilery.tuning.candidates import dtype_of, specs_of
 from tilery.tuning.data import GOOD, Candidate, Measured, Problem
 from tilery.tuning.search import Outcome
-from tilery.workbench.result import Row
 
 _STATUS = {GOOD: "pass", "refused": "refused", "pruned": "skipped"}  # else fail
 
 
 def present(op: Op, bucket: Bucket, where: torch.device) -> list[Entry]:
     """What is tuned now for exactly this bucket, the best first; the user's before what is shipped."""
-    for folder in tuned.folders(op):
-        entries = tuned.read(folder / f"{device.slug(where)}.json", op)
+    for path in tuned.files(op, device.slug(where)):
+        entries = tuned.read(path, op)
         if found := [e for e in entries if (e.exact, e.scaled) == (bucket.exact, bucket.scaled)]:
             return sorted(found, key=lambda e: (e.rank, e.ms, e.kernel))
     return []
@@ -32,9 +34,10 @@ class Recorded:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.op, self.specs = problem, REGISTRY[problem.op], specs_of(problem)
+        self.call = self.op.call(self.specs)
         self.where = torch.device(problem.device)
         self.slug, self.device = device.slug(self.where), device.name(self.where)
-        self.bucket: Bucket = self.op.bucket(*self.specs)
+        self.bucket: Bucket = self.op.bucket(self.call)
 
     @property
     def name(self) -> str:
@@ -52,7 +55,7 @@ class Recorded:
         return [Candidate(kernel, config, origin) for exact, _, kernel, config, origin in known if exact == wanted]
 
     def roof_ms(self) -> float:
-        return ceilings.ceilings(self.where).roof_ms(self.op.cost(*self.specs), dtype_of(self.specs))
+        return ceilings.ceilings(self.where).roof_ms(self.op.cost(self.call), dtype_of(self.specs))
 
     def entries(self, outcome: Outcome, kernels: Iterable[str]) -> list[Entry]:
         """The winner and those behind it; with what is kept of kernels that were not asked."""
@@ -88,9 +91,9 @@ class Recorded:
         if found.candidate.config or found.status != "refused":  # a kernel that refuses the problem has no config
             kernel = self.op.kernel(found.candidate.kernel)
             row.config = f"Config({', '.join(f'{name}={value!r}' for name, value in found.candidate.config.items())})"
-            row.default = asdict(kernel.default(*self.specs)) == found.candidate.config
+            row.default = asdict(kernel.default(self.call)) == found.candidate.config
         if found.status == GOOD:
-            cost = self.op.cost(*self.specs)
+            cost = self.op.cost(self.call)
             row.error, row.ms, row.samples, row.against = found.error, found.ms, found.samples, found.against
             row.ms_low, row.ms_high = timing.median_interval(found.samples)
             row.flops, row.bytes, row.dtype = cost.flops, cost.bytes, dtype_of(self.specs)

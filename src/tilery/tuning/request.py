@@ -6,15 +6,16 @@ from pathlib import Path
 
 import torch
 
-from tilery import backends, device
-from tilery.errors import BadInput, require
-from tilery.op import REGISTRY, Op
-from tilery.spec import Case
+from tilery import languages
+from tilery.base.errors import BadInput, require
+from tilery.base.spec import Case
+from tilery.core.op import REGISTRY, Op
+from tilery.hardware import device
+from tilery.measure.place import chosen_kernels, require_known
 from tilery.tuning import search
 from tilery.tuning.data import Problem
 from tilery.tuning.pool import SILENCE_S, LocalPool, Pool
 from tilery.tuning.tuner import Request
-from tilery.workbench.place import chosen_kernels, require_known
 
 Work = tuple[Op, Sequence[Case] | None, Sequence[float]]  # an op, its cases (None: its own), what each is worth
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
@@ -42,7 +43,7 @@ def folder(given: str | Path) -> Path:
 def device_for(op: Op, kernels: Sequence[str]) -> torch.device:
     """The GPU; the CPU where there is none, or where only its kernels were asked for."""
     where = device.default()
-    if where.type == "cuda" and any("cpu" not in op.kernel(k).archs for k in kernels if backends.missing(k) is None):
+    if where.type == "cuda" and any("cpu" not in op.kernel(k).archs for k in kernels if languages.missing(k) is None):
         return where
     return torch.device("cpu")
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from tilery import timing
-from tilery.errors import require
+from tilery.base.errors import require
+from tilery.measure import timing
 from tilery.tuning.data import GOOD, Built, Candidate, Job, Measured, Problem
 
 SEARCHES = ("halving", "exhaustive")

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilery import settings, tuned_files
-from tilery.errors import BadInput, BadTunedFile
-from tilery.op import REGISTRY
-from tilery.spec import Case
-from tilery.tuned_files import MEND, Document, Entry
-from tilery.workbench.compile import specs_for
+from tilery.base import settings
+from tilery.base.errors import BadInput, BadTunedFile
+from tilery.base.spec import Case
+from tilery.core import tuned_files
+from tilery.core.cases import call_for
+from tilery.core.op import REGISTRY
+from tilery.core.tuned_files import MEND, Document, Entry
 
 OP = "fp8_matmul"
 FOLDER = Path("sglang")
@@ -175,12 +176,11 @@ def document(path: Path) -> Document:
     op, entries = REGISTRY[OP], []
     for m, (fields, line) in _read(path, kernel).items():
         case = Case({"m": m, "n": n, "k": k, "dtype": "e4m3"})
-        specs = specs_for(op, case)
         try:
-            op.validate(specs)
+            call = call_for(op, case)
         except BadInput as error:
             raise BadTunedFile(f"{path}:{line}: {error}; {MEND}") from None
-        bucket, ms = op.bucket(*specs), float(fields.get("latency_ms", 0.0))
+        bucket, ms = op.bucket(call), float(fields.get("latency_ms", 0.0))
         entries.append(Entry(
             kernel=kernel, exact=bucket.exact, scaled=bucket.scaled, config=_config(kernel, fields), ms=ms,
             interval=[ms, ms], error=0.0, bit_identical=False, registers=None, spills=None, roof=0.0, versions={},

@@ -8,8 +8,11 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tilery import device, settings, tuned
-from tilery.errors import NotWritten
+from tilery.base import settings
+from tilery.base.errors import NotWritten
+from tilery.core import tuned
+from tilery.hardware import device
+from tilery.measure.store import Store
 from tilery.tuning import candidates, journal, search
 from tilery.tuning.data import GOOD, Built, Candidate, Job, Measured, Problem
 from tilery.tuning.pool import Pool
@@ -17,7 +20,6 @@ from tilery.tuning.record import Recorded
 from tilery.tuning.search import Outcome
 from tilery.tuning.worker import Measurer
 from tilery.workbench.run import Recorder
-from tilery.workbench.store import Store
 
 _GLANCE_S = 0.2  # after which the main thread looks whether it was interrupted
 

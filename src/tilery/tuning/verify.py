@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 
-from tilery import device, dispatch, timing, tuned
-from tilery.errors import BadTunedFile
-from tilery.op import Op
-from tilery.spec import Case
-from tilery.tuned_files import Entry
+from tilery.base.errors import BadTunedFile
+from tilery.base.spec import Case
+from tilery.core import policy, tuned
+from tilery.core.cases import specs_for
+from tilery.core.op import Op
+from tilery.core.tuned_files import Entry
+from tilery.hardware import device
+from tilery.measure import timing
+from tilery.measure.result import Row
 from tilery.tuning import kept
 from tilery.tuning.data import GOOD, Built, Candidate, Job, Measured, Problem
 from tilery.tuning.pool import Pool
 from tilery.tuning.record import Recorded
 from tilery.tuning.search import Depths, Outcome
-from tilery.workbench.compile import specs_for
-from tilery.workbench.result import Row
 
 _SLOWER = 1.05  # times what was said; less is another day, not another speed
 _ALIKE = 1.01  # of the best: as in a search, so that noise changes no winner
@@ -182,7 +184,7 @@ def _find_case(group: Group) -> None:
     wanted = group.items[0].entry
     for case in _known(group.op):
         specs = specs_for(group.op, case, str(group.where))
-        bucket = group.op.bucket(*specs)
+        bucket = group.op.bucket(group.op.call(specs))
         if (bucket.exact, bucket.scaled) == (wanted.exact, wanted.scaled):
             group.case, group.specs = case, specs
             return
@@ -197,7 +199,7 @@ def _refused(group: Group, item: Item) -> bool:
     if not item.refused:
         try:
             config = tuned.config_of(group.op, item.entry, item.path)
-            item.reason = dispatch.refusal(group.op, item.entry.kernel, group.specs, config) or ""
+            item.reason = policy.refusal(group.op, item.entry.kernel, group.op.call(group.specs), config) or ""
         except BadTunedFile as error:
             item.reason = str(error)
         item.refused = bool(item.reason)
@@ -206,11 +208,11 @@ def _refused(group: Group, item: Item) -> bool:
 
 def _untuned(group: Group) -> Item | None:
     """What dispatch would take without tuned data."""
-    op, specs = group.op, group.specs
-    kernel = next((name for name in op.asked(specs) if dispatch.refusal(op, name, specs) is None), None)
+    op, call = group.op, group.op.call(group.specs)
+    kernel = next((name for name in op.asked(call) if policy.refusal(op, name, call) is None), None)
     if kernel is None:
         return None
-    config = dataclasses.asdict(op.kernel(kernel).default(*specs))
+    config = dataclasses.asdict(op.kernel(kernel).default(call))
     like = group.items[0].entry
     blank = dataclasses.replace(like, kernel=kernel, config=config, origin="", registers=None, spills=None)
     return Item(DEFAULT, blank, group.items[0].path)

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
+from tilery.measure.child import Child, Died, Silent, relay, serve
 from tilery.tuning.data import GOOD, Candidate, Job, Measured
-from tilery.workbench.child import Child, Died, Silent, relay, serve
 
 Progress = Callable[[Candidate | None, str], None]  # (candidate, what is under way); None: no candidate's doing
 

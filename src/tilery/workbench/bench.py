@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import ceilings, device, dispatch, timing
-from tilery.op import REGISTRY, Op
-from tilery.peers import PEERS
-from tilery.spec import Case, Cost
-from tilery.workbench.check import check_baseline, checked
-from tilery.workbench.place import place
-from tilery.workbench.result import Row, is_peer
+from tilery.base.spec import Case, Cost
+from tilery.core.op import REGISTRY, Op
+from tilery.core.peers import PEERS
+from tilery.hardware import device
+from tilery.measure import ceilings, timing
+from tilery.measure.check import check_baseline, checked
+from tilery.measure.place import place
+from tilery.measure.result import Row, is_peer
 
 BASE = "baseline:torch"
 CONTROL = "control:torch"  # the baseline once more: how far its ratio is from 1 is what the others' ratios are worth
@@ -75,7 +76,7 @@ def measure(unit: Unit, progress: timing.Progress = lambda arm, what: None) -> I
             yield row
     progress("", "drawing inputs")  # what fails from here on is no arm's fault
     sets = input_sets(op, lambda seed: drawn(op, unit.case, where, seed), where, unit.cold)
-    cost, params = op.cost(*op.specs(sets[0])), unit.case.params
+    cost, params = op.cost(op.call(op.specs(sets[0]))), unit.case.params
     dtype = "tf32" if params.get("precision") == "tf32" else str(params.get("dtype", "fp32"))
     roof = ceilings.ceilings(where)
     arms = {name: _arm(op, name, sets, row) for name, row in good.items()}
@@ -117,7 +118,7 @@ def input_sets(op: Op, draw: Callable[[int], tuple[Any, ...]], where: torch.devi
     first = draw(0)
     if where.type != "cuda" or not cold:
         return [first]  # on a CPU the caches are overwritten instead
-    wanted = -(-_COLD_BYTES // max(op.cost(*op.specs(first)).bytes, 1))
+    wanted = -(-_COLD_BYTES // max(op.cost(op.call(op.specs(first))).bytes, 1))
     # Of a table or of rows far apart much more than is read.
     held = sum(a.untyped_storage().nbytes() for a in first if isinstance(a, Tensor))
     count = min(max(wanted, 2), _MOST_SETS, max(_MOST_BYTES // max(held, 1), 1))
@@ -139,7 +140,7 @@ def _arm(op: Op, name: str, sets: Sets, row: Row) -> timing.Arm:
     if is_peer(name):
         call = op.baselines[name]
     else:
-        plan = dispatch.decide(op, op.specs(sets[0]), name, None)
+        plan = op.plan(op.specs(sets[0]), name)
         row.config = str(plan.config)
         call = lambda *args: plan(args)  # noqa: E731
     return rotating(call, sets)

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from tilery import timing
+from tilery.measure import timing
+from tilery.measure.child import Child, Died, relay, serve
+from tilery.measure.result import Row
 from tilery.workbench import bench
-from tilery.workbench.child import Child, Died, relay, serve
-from tilery.workbench.result import Row
 
 _SILENCE_S = 300.0  # a block lasts milliseconds, a compiler's slowest kernel a minute
 

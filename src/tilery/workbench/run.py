@@ -9,16 +9,19 @@ from typing import Any, TypeVar
 
 import torch
 
-from tilery import ceilings, device, dispatch, peers, timing
-from tilery.errors import CompileFailed
-from tilery.op import REGISTRY, Op
-from tilery.spec import Artifact, Case
-from tilery.workbench import inspect, isolate
+from tilery.base.errors import CompileFailed
+from tilery.base.spec import Artifact, Case
+from tilery.core import peers
+from tilery.core.cases import specs_for
+from tilery.core.op import REGISTRY, Op
+from tilery.hardware import device
+from tilery.measure import ceilings, inspect, timing
+from tilery.measure.compile import Compiler
+from tilery.measure.place import describe, not_run, place
+from tilery.measure.result import Row, is_ours
+from tilery.measure.store import Store, command_line
+from tilery.workbench import isolate
 from tilery.workbench.bench import units
-from tilery.workbench.compile import Compiler, specs_for
-from tilery.workbench.place import describe, not_run, place
-from tilery.workbench.result import Row, is_ours
-from tilery.workbench.store import Store, command_line
 
 _KEPT_STAGES = ("cuda", "ptx", "sass", "asm")
 Say = Callable[[str], None]
@@ -121,7 +124,7 @@ def _describe_timed(choices: list[Choice], recorder: Recorder, say: Say) -> None
         op, where = REGISTRY[row.op], place(REGISTRY[row.op], row.kernel).device
         specs = specs_for(op, by_op[row.op].case(row.case), str(where))
         try:
-            config = dispatch.decide(op, specs, row.kernel, None).config
+            config = op.plan(specs, row.kernel).config
             return compiler.compile(op.name, row.kernel, specs, device.arch(torch.device(str(where))), config)
         except CompileFailed:  # it ran, so what fails is only to look at it: the row stays without
             return None

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilery import models
-from tilery.errors import BadInput
-from tilery.op import Op
-from tilery.spec import Case
+from tilery.base.errors import BadInput
+from tilery.base.spec import Case
+from tilery.core.op import Op
 
 
 @dataclass(frozen=True)

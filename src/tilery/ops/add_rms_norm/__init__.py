@@ -1,13 +1,13 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.op import op
+from tilery.base.spec import Bucket, Cost, TensorSpec
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines, load
 from tilery.ops.add_rms_norm_backward import add_rms_norm_backward
 from tilery.ops.rms_norm import rms_norm
 from tilery.parts import norms, rows
-from tilery.peers import Compiled, baselines, load
-from tilery.spec import Bucket, Cost, TensorSpec
 
 
 def check(x: TensorSpec, residual: TensorSpec, weight: TensorSpec) -> None:

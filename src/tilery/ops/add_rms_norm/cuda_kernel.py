@@ -3,10 +3,10 @@
 import math
 from pathlib import Path
 
+from tilery.base.spec import Artifact, TensorSpec
 from tilery.parts import cuda_rows
 from tilery.parts.cuda_rows import Config
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = cuda_rows.archs
 

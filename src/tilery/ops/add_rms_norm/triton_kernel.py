@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import take_over
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import take_over
 from tilery.ops.add_rms_norm import outputs
 from tilery.parts import triton_norms
 from tilery.parts.rows import rows
 from tilery.parts.triton_norms import Config, normalise, own_rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = triton_norms.archs
 
@@ -49,10 +49,10 @@ def _arguments(config: Config, outs, x, residual, weight, eps=1e-6, offset=0.0):
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     _, arguments, constants = _arguments(config, outputs(*specs), *specs)
-    return triton_glue.compile(_add_rms_norm, arguments, constants, {"num_warps": config.num_warps}, arch)
+    return triton_glue.legacy_compile(_add_rms_norm, arguments, constants, {"num_warps": config.num_warps}, arch)
 
 
 def run(outs, args, config: Config) -> None:
     m, arguments, constants = _arguments(config, outs, *args)
     options = {"num_warps": config.num_warps}
-    triton_glue.launch(_add_rms_norm, triton_norms.grid(m, config), arguments, constants, options)
+    triton_glue.legacy_launch(_add_rms_norm, triton_norms.grid(m, config), arguments, constants, options)

@@ -1,11 +1,11 @@
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.op import op
+from tilery.base.spec import Bucket, Cost, TensorSpec, case
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.ops.rms_norm_backward import rms_norm_backward, torch_backward
 from tilery.parts import norms, rows
-from tilery.peers import Compiled, baselines
-from tilery.spec import Bucket, Cost, TensorSpec, case
 
 
 def check(dy: TensorSpec, dresidual: TensorSpec | None, residual_out: TensorSpec, weight: TensorSpec) -> None:

@@ -3,12 +3,12 @@
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import triton_glue
 from tilery.ops.add_rms_norm_backward import outputs
 from tilery.parts import triton_norm_gradients, triton_norms
 from tilery.parts.rows import rows
 from tilery.parts.triton_norm_gradients import Config, gradients, partial_sums
-from tilery.spec import Artifact, TensorSpec
 
 archs = triton_norms.archs
 
@@ -50,7 +50,7 @@ def _arguments(outs, sums, dy, dresidual, total, weight, eps=1e-6, offset=0.0):
 def compile(specs, config: Config, arch: str) -> Artifact:
     arguments = _arguments(outputs(*specs), partial_sums(specs[2], config), *specs)
     constants, options = triton_norm_gradients.options(config, specs[2].shape[-1]), {"num_warps": config.num_warps}
-    return triton_glue.compile(_add_rms_norm_backward, arguments, constants, options, arch)
+    return triton_glue.legacy_compile(_add_rms_norm_backward, arguments, constants, options, arch)
 
 
 def run(outs, args, config: Config, sums) -> None:

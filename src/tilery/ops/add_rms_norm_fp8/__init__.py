@@ -1,12 +1,12 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.op import op
+from tilery.base.spec import Bucket, Cost, TensorSpec
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.ops.rms_norm_fp8 import quantised_torch, rms_norm_fp8
 from tilery.parts import fp8, norms, rows
-from tilery.peers import Compiled, baselines
-from tilery.spec import Bucket, Cost, TensorSpec
 
 
 def check(

@@ -1,8 +1,8 @@
 """Few long rows: the sum waits in the registers of a block or a cluster, so x and residual are read once."""
 
+from tilery.base.spec import Artifact, TensorSpec
 from tilery.parts import cuda_norms_fp8
 from tilery.parts.cuda_norms_fp8 import Config
-from tilery.spec import Artifact, TensorSpec
 
 archs = cuda_norms_fp8.archs
 

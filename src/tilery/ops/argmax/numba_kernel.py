@@ -3,14 +3,14 @@
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import at, load, store_integer
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import at, load, store_integer
 from tilery.ops.argmax import outputs
 from tilery.parts import numba_rows
 from tilery.parts.numba_order import order
 from tilery.parts.numba_rows import Config
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs
 
@@ -56,8 +56,8 @@ def _arguments(outs, logits):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_argmax, *_arguments(outputs(*specs), *specs))
+    return numba_glue.legacy_compile(_argmax, *_arguments(outputs(*specs), *specs))
 
 
 def run(outs, args, config: Config) -> None:
-    numba_glue.launch(_argmax, config.parallel, *_arguments(outs, *args))
+    numba_glue.legacy_launch(_argmax, config.parallel, *_arguments(outs, *args))

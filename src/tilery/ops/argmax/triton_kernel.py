@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import take_over
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import take_over
 from tilery.ops.argmax import outputs
 from tilery.parts.rows import rows
 from tilery.parts.triton_order import first_of_largest, rank
-from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
 
@@ -64,9 +64,9 @@ def _arguments(outs, logits):
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     arguments, options = _arguments(outputs(*specs), *specs), {"num_warps": config.num_warps}
-    return triton_glue.compile(_argmax, arguments, {"BLOCK": config.block}, options, arch)
+    return triton_glue.legacy_compile(_argmax, arguments, {"BLOCK": config.block}, options, arch)
 
 
 def run(outs, args, config: Config) -> None:
     arguments, options = _arguments(outs, *args), {"num_warps": config.num_warps}
-    triton_glue.launch(_argmax, (rows(args[0]).m,), arguments, {"BLOCK": config.block}, options)
+    triton_glue.legacy_launch(_argmax, (rows(args[0]).m,), arguments, {"BLOCK": config.block}, options)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import cuda.tile as ct
 import torch
 
-from tilery.backends import cutile_glue
-from tilery.backends.cutile_glue import Launch
+from tilery.base.spec import Artifact, Work
+from tilery.languages import cutile_glue
+from tilery.languages.cutile_glue import LegacyLaunch as Launch
 from tilery.parts.attention import FP8, Problem, outputs, pairs, problem, problem_of_run
 from tilery.parts.cutile_attention import (
     LOG2E,
@@ -19,7 +20,6 @@ from tilery.parts.cutile_attention import (
     strided,
 )
 from tilery.parts.fp8 import ceil_div
-from tilery.spec import Artifact, Work
 
 archs = ("sm_90", "sm_100")  # on others its tiles spill
 
@@ -168,7 +168,7 @@ def _launch(p: Problem, config: Config) -> Launch:
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return cutile_glue.compile(_launch(problem(outputs(*specs), specs), config), arch)
+    return cutile_glue.legacy_compile(_launch(problem(outputs(*specs), specs), config), arch)
 
 
 def run(outs, args, config: Config) -> None:
@@ -176,4 +176,4 @@ def run(outs, args, config: Config) -> None:
     if p.keys == 0:  # TMA cannot describe an empty array
         outs[0].zero_()
         return
-    cutile_glue.run(_launch(p, config))
+    cutile_glue.legacy_run(_launch(p, config))

@@ -3,15 +3,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilery.errors import require
-from tilery.op import op
+from tilery.base.errors import require
+from tilery.base.spec import Bucket, Cost, TensorSpec, case, dtype_name
+from tilery.core.op import op
+from tilery.core.peers import baselines
 from tilery.parts.attention import pairs
 from tilery.parts.attention_checks import check_packed, check_qkv, check_scale
 from tilery.parts.attention_gradient_cases import draw
 from tilery.parts.attention_indices import require_packed, spans
 from tilery.parts.heads import check_heads, heads, model_sizes
-from tilery.peers import baselines
-from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
 # Weights and gradients of scores are rounded to q's dtype before they are multiplied, and the sums once more.
 ALLOWED = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import ROWS
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_elements, numba_glue
+from tilery.languages.numba_elements import ROWS
 from tilery.ops.attention_backward import Problem, outputs, problem, problem_of_run
 from tilery.parts.numba_attention_backward import gradients
 from tilery.parts.numba_attention_pieces import KINDS
 from tilery.parts.numba_attention_sides import Sizes, Tensors, floats
-from tilery.spec import Artifact, TensorSpec
 
 archs = ("cpu",)
 
@@ -26,7 +26,7 @@ class Config:
 def refusal(*specs, config: Config | None = None) -> str | None:
     if config is not None and (config.rows < 1 or config.rows % ROWS):
         return f"rows must be a multiple of the register tile's {ROWS}, got {config.rows}"
-    return numba_glue.refusal(specs[2]._replace(dtype=torch.float16))  # one kernel reads every dtype
+    return numba_elements.refusal(specs[2]._replace(dtype=torch.float16))  # one kernel reads every dtype
 
 
 def default(*specs) -> Config:
@@ -71,8 +71,8 @@ def _arguments(p: Problem, config: Config, work: Any) -> tuple[Any, ...]:
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     arguments = _arguments(problem(outputs(*specs), specs), config, *workspace(*specs, config=config))
-    return numba_glue.compile(gradients, *arguments)
+    return numba_glue.legacy_compile(gradients, *arguments)
 
 
 def run(outs, args, config: Config, work) -> None:
-    numba_glue.launch(gradients, config.parallel, *_arguments(problem_of_run(outs, args), config, work))
+    numba_glue.legacy_launch(gradients, config.parallel, *_arguments(problem_of_run(outs, args), config, work))

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from tilery import device
-from tilery.backends import triton_glue
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec, Work
+from tilery.hardware import device
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
 from tilery.ops.attention_backward import Problem, outputs, problem, problem_of_run
 from tilery.parts.triton_attention_backward import clear, key_gradients, query_gradients, shifts
 from tilery.parts.triton_tiles import far
-from tilery.spec import Artifact, TensorSpec, Work
 
 archs = ARCHS
 
@@ -122,7 +122,7 @@ def _launches(p: Problem, config: Config, shift):
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     launches = _launches(problem(outputs(*specs), specs), config, *workspace(*specs, config=config))
-    return triton_glue.greediest([triton_glue.compile(k, a, c, o, arch) for k, _, a, c, o in launches])
+    return triton_glue.greediest([triton_glue.legacy_compile(k, a, c, o, arch) for k, _, a, c, o in launches])
 
 
 def run(outs, args, config: Config, shift) -> None:

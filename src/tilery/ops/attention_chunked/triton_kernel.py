@@ -2,6 +2,7 @@
 
 import torch
 
+from tilery.base.spec import Artifact, TensorSpec, Work
 from tilery.ops.attention_chunked import outputs, queries
 from tilery.parts import triton_paged_attention as attention
 from tilery.parts.attention_checks import cutting_window
@@ -9,7 +10,6 @@ from tilery.parts.fp8 import ceil_div, power
 from tilery.parts.paged_attention import bound
 from tilery.parts.triton_fp8 import native
 from tilery.parts.triton_paged_attention import Config, Problem, archs, fitting
-from tilery.spec import Artifact, TensorSpec, Work
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refusal", "run", "workspace"]
 

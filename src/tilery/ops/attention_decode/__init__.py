@@ -5,17 +5,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tilery import inputs as random
-from tilery.errors import require
-from tilery.op import op
+from tilery.base.errors import require
+from tilery.base.spec import Bucket, Case, Cost, TensorSpec, case
+from tilery.core import inputs as random
+from tilery.core.op import op
+from tilery.core.peers import baselines
 from tilery.parts import paged_attention as paged
 from tilery.parts import paged_peers
 from tilery.parts.attention_cases import plant
 from tilery.parts.attention_checks import check_scale, cutting_window
 from tilery.parts.attention_indices import require_pages
 from tilery.parts.paged_attention import ALLOWED
-from tilery.peers import baselines
-from tilery.spec import Bucket, Case, Cost, TensorSpec, case
 
 MOST_QUERIES = 16
 # What some kernels do not take.

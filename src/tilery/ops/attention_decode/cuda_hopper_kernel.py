@@ -6,13 +6,13 @@ Nothing here looks at the batch or at the most keys of a sequence: it must be cu
 from dataclasses import replace
 from typing import Any
 
+from tilery.base.spec import TensorSpec
 from tilery.ops.attention_decode import outputs
 from tilery.parts import hopper_paged_attention as paged
 from tilery.parts.fp8 import power
 from tilery.parts.hopper_attention import archs, columns
 from tilery.parts.hopper_paged_attention import KEYS, MOST_SPLITS, Config, Problem, stages
 from tilery.parts.kernels import functions
-from tilery.spec import TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refusal", "run", "workspace"]
 

@@ -5,10 +5,10 @@ Nothing here looks at the batch: a sequence must be cut alike in any.
 
 import torch
 
+from tilery.base.spec import Artifact, TensorSpec, Work
 from tilery.ops.attention_decode import outputs
 from tilery.parts import cutile_paged_attention as attention
 from tilery.parts.cutile_paged_attention import Config, Problem, archs
-from tilery.spec import Artifact, TensorSpec, Work
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refusal", "run", "workspace"]
 

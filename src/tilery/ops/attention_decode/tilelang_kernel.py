@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from tilery import device
-from tilery.backends import tilelang_glue
+from tilery.base.spec import Artifact, TensorSpec, Work, dtype_name
+from tilery.hardware import device
+from tilery.languages import tilelang_glue
 from tilery.parts import no_keys
 from tilery.parts.fp8 import ceil_div
 from tilery.parts.paged_attention import bound
 from tilery.parts.tilelang_attention import Problem, decode
-from tilery.spec import Artifact, TensorSpec, Work, dtype_name
 
 archs = ("sm_90",)
 
@@ -125,7 +125,7 @@ def _problem(q, k_cache, table, aligned: bool) -> Problem:
 def compile(specs, config: Config, arch: str) -> Artifact:
     q, k_cache, v_cache, _, table = specs[:5]
     problem = _problem(q, k_cache, table, q.aligned and k_cache.aligned and v_cache.aligned)
-    return tilelang_glue.compile(decode, (problem, config), arch)
+    return tilelang_glue.legacy_compile(decode, (problem, config), arch)
 
 
 def run(outs, args, config: Config, *kept) -> None:
@@ -136,4 +136,4 @@ def run(outs, args, config: Config, *kept) -> None:
     aligned = (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % 16 == 0
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     tensors = q, k_cache, v_cache, lengths, *([] if table is None else [table]), *kept, outs[0]
-    tilelang_glue.launch(decode, (_problem(q, k_cache, table, aligned), config), (*tensors, scale))
+    tilelang_glue.legacy_launch(decode, (_problem(q, k_cache, table, aligned), config), (*tensors, scale))

@@ -5,13 +5,13 @@ Nothing here looks at the batch: a sequence must be cut alike in any.
 
 import torch
 
+from tilery.base.spec import Artifact, TensorSpec, Work
 from tilery.ops.attention_decode import outputs
 from tilery.parts import triton_paged_attention as attention
 from tilery.parts.attention_checks import cutting_window
 from tilery.parts.fp8 import power
 from tilery.parts.paged_attention import bound
 from tilery.parts.triton_paged_attention import Config, Problem, archs, fitting
-from tilery.spec import Artifact, TensorSpec, Work
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refusal", "run", "workspace"]
 

@@ -2,7 +2,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tilery.op import op
+from tilery.core.op import op
+from tilery.core.peers import baselines
 from tilery.parts import attention as parts
 from tilery.parts import attention_indices
 from tilery.parts import attention_peers as peers
@@ -11,7 +12,6 @@ from tilery.parts.attention_cases import bench_cases, cases, draw, wrong_cases
 from tilery.parts.attention_checks import check, check_scale
 from tilery.parts.attention_gradients import backward_refusal, gradients
 from tilery.parts.heads import model_sizes
-from tilery.peers import baselines
 
 
 def _torch(*args: Any) -> Any:

@@ -1,14 +1,14 @@
 import torch
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.errors import require
+from tilery.base.errors import require
+from tilery.base.spec import Bucket, Cost, TensorSpec, case, dtype_name
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.models.model import Model
-from tilery.op import op
 from tilery.parts import batches
 from tilery.parts.products import ALLOWED
-from tilery.peers import Compiled, baselines
-from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
 
 def check(a: TensorSpec, b: TensorSpec) -> None:

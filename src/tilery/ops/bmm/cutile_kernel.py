@@ -2,12 +2,12 @@
 
 import cuda.tile as ct
 
-from tilery.backends import cutile_glue
-from tilery.backends.cutile_glue import Launch
+from tilery.base.spec import Artifact, TensorSpec, Work
+from tilery.languages import cutile_glue
+from tilery.languages.cutile_glue import LegacyLaunch as Launch
 from tilery.ops.bmm import outputs
 from tilery.parts import batches, cutile_batches
 from tilery.parts.cutile_batches import Config, archs, place
-from tilery.spec import Artifact, TensorSpec, Work
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refusal", "run"]
 
@@ -60,11 +60,11 @@ def _launch(config: Config, outs, a, b) -> Launch:
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return cutile_glue.compile(_launch(config, outputs(*specs), *specs), arch)
+    return cutile_glue.legacy_compile(_launch(config, outputs(*specs), *specs), arch)
 
 
 def run(outs, args, config: Config) -> None:
     if args[0].shape[2] == 0:  # a sum of nothing; TMA cannot describe an empty array
         outs[0].zero_()
         return
-    cutile_glue.run(_launch(config, outs, *args))
+    cutile_glue.legacy_run(_launch(config, outs, *args))

@@ -6,12 +6,12 @@ from math import ceil
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import COLUMNS, FP32, ONE, ZERO, at
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_elements, numba_glue
+from tilery.languages.numba_elements import COLUMNS, FP32, ONE, ZERO, at
 from tilery.ops.bmm import outputs
 from tilery.parts import numba_batches
 from tilery.parts.numba_batches import tile_product
-from tilery.spec import Artifact, TensorSpec
 
 archs = ("cpu",)
 
@@ -25,7 +25,7 @@ class Config:
 
 def refusal(a: TensorSpec, b: TensorSpec, config: Config | None = None) -> str | None:
     why = numba_batches.tile_refusal(config.tile_m, config.tile_n) if config else None
-    return why or numba_glue.refusal(a)
+    return why or numba_elements.refusal(a)
 
 
 def default(a: TensorSpec, b: TensorSpec) -> Config:
@@ -86,8 +86,8 @@ def _arguments(outs, a, b, config: Config, work):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_bmm, *_arguments(outputs(*specs), *specs, config, *workspace(*specs, config)))
+    return numba_glue.legacy_compile(_bmm, *_arguments(outputs(*specs), *specs, config, *workspace(*specs, config)))
 
 
 def run(outs, args, config: Config, work) -> None:
-    numba_glue.launch(_bmm, config.parallel, *_arguments(outs, *args, config, work))
+    numba_glue.legacy_launch(_bmm, config.parallel, *_arguments(outs, *args, config, work))

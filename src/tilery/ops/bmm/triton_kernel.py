@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec, Work
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
 from tilery.ops.bmm import outputs
 from tilery.parts import batches, triton_batches
 from tilery.parts.triton_batches import BAND, multiply, place
 from tilery.parts.triton_tiles import Tiles as Config
-from tilery.spec import Artifact, TensorSpec, Work
 
 archs = ARCHS
 
@@ -59,7 +59,7 @@ def _arguments(outs, a, b, config: Config):
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     arguments, constants = _arguments(outputs(*specs), *specs, config)
-    return triton_glue.compile(_bmm, arguments, constants, config.options(), arch)
+    return triton_glue.legacy_compile(_bmm, arguments, constants, config.options(), arch)
 
 
 def run(outs, args, config: Config) -> None:

@@ -2,12 +2,12 @@ from typing import Any
 
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.errors import require
-from tilery.op import op
+from tilery.base.errors import require
+from tilery.base.spec import DTYPES, Bucket, Cost, TensorSpec, case, dtype_name
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.parts import fp8, rows
-from tilery.peers import Compiled, baselines
-from tilery.spec import DTYPES, Bucket, Cost, TensorSpec, case, dtype_name
 
 EXACT = dict.fromkeys(DTYPES.values(), 0.0)  # the reference rounds too
 

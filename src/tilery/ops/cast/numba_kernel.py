@@ -3,14 +3,14 @@
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import STORAGE, ZERO, at, f32, load, store
+from tilery.base.spec import DTYPES, Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import STORAGE, ZERO, at, f32, load, store
 from tilery.ops.cast import outputs
 from tilery.parts import numba_rows, numba_stream
 from tilery.parts.numba_rows import Config, archs
 from tilery.parts.numba_stream import BLOCK, buffer, finish, stream, too_large
 from tilery.parts.rows import rows
-from tilery.spec import DTYPES, Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
 
@@ -68,8 +68,8 @@ def _arguments(outs, x):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_cast, *_arguments(outputs(*specs), specs[0]))
+    return numba_glue.legacy_compile(_cast, *_arguments(outputs(*specs), specs[0]))
 
 
 def run(outs, args, config: Config) -> None:
-    numba_glue.launch(_cast, config.parallel, *_arguments(outs, args[0]))
+    numba_glue.legacy_launch(_cast, config.parallel, *_arguments(outs, args[0]))

@@ -5,14 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.errors import require
-from tilery.op import op
+from tilery.base.errors import require
+from tilery.base.spec import Bucket, Case, Cost, TensorSpec, case
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.ops.cross_entropy_backward import cross_entropy_backward
 from tilery.parts import rows
 from tilery.parts.losses import DTYPES, TERMS, check_scalars, check_targets, draw_targets, look_at_targets, losses
-from tilery.peers import Compiled, baselines
-from tilery.spec import Bucket, Case, Cost, TensorSpec, case
 
 ALLOWED = {torch.float32: 1e-6}  # logits of any dtype are widened
 

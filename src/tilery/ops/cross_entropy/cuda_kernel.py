@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from tilery.backends import cuda_glue
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import cuda_glue
 from tilery.parts import cuda_rows
 from tilery.parts.block_rows import THREADS
 from tilery.parts.losses import FEW
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = cuda_rows.archs
 

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import hand_over, take_over
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import hand_over, take_over
 from tilery.ops.cross_entropy import outputs
 from tilery.parts import triton_losses
 from tilery.parts.losses import FEW
 from tilery.parts.rows import rows
 from tilery.parts.triton_softmax import parts, row_sums
-from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
 
@@ -90,10 +90,10 @@ def _constants(logits, config: Config) -> dict[str, int]:
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     arguments, options = _arguments(outputs(*specs), *specs), {"num_warps": config.num_warps}
-    return triton_glue.compile(_cross_entropy, arguments, _constants(specs[0], config), options, arch)
+    return triton_glue.legacy_compile(_cross_entropy, arguments, _constants(specs[0], config), options, arch)
 
 
 def run(outs, args, config: Config) -> None:
     grid = (rows(args[0]).m,)
     arguments, options = _arguments(outs, *args), {"num_warps": config.num_warps}
-    triton_glue.launch(_cross_entropy, grid, arguments, _constants(args[0], config), options)
+    triton_glue.legacy_launch(_cross_entropy, grid, arguments, _constants(args[0], config), options)

@@ -3,9 +3,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.errors import require
-from tilery.op import op
+from tilery.base.errors import require
+from tilery.base.spec import Bucket, Cost, TensorSpec, case
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.parts import rows
 from tilery.parts.losses import (
     DTYPES,
@@ -17,8 +19,6 @@ from tilery.parts.losses import (
     logit_gradients,
     look_at_targets,
 )
-from tilery.peers import Compiled, baselines
-from tilery.spec import Bucket, Cost, TensorSpec, case
 
 ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 

@@ -3,14 +3,14 @@
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, at, f32, integer, load, store
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import FP32, at, f32, integer, load, store
 from tilery.ops.cross_entropy_backward import outputs
 from tilery.parts import numba_rows
 from tilery.parts.numba_losses import gradient
 from tilery.parts.numba_rows import Config
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs
 
@@ -75,8 +75,8 @@ def _arguments(outs, dloss, dlse, logits, targets, lse, label_smoothing=0.0, ign
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_cross_entropy_backward, *_arguments(outputs(*specs), *specs))
+    return numba_glue.legacy_compile(_cross_entropy_backward, *_arguments(outputs(*specs), *specs))
 
 
 def run(outs, args, config: Config) -> None:
-    numba_glue.launch(_cross_entropy_backward, config.parallel, *_arguments(outs, *args))
+    numba_glue.legacy_launch(_cross_entropy_backward, config.parallel, *_arguments(outs, *args))

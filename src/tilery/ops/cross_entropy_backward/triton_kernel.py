@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import take_over
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import take_over
 from tilery.ops.cross_entropy_backward import outputs
 from tilery.parts.rows import rows
 from tilery.parts.triton_losses import gradient
-from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
 
@@ -67,11 +67,11 @@ def _arguments(outs, dloss, dlse, logits, targets, lse, label_smoothing=0.1, ign
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     arguments, options = _arguments(outputs(*specs), *specs), {"num_warps": config.num_warps}
-    return triton_glue.compile(_cross_entropy_backward, arguments, {"BLOCK": config.block}, options, arch)
+    return triton_glue.legacy_compile(_cross_entropy_backward, arguments, {"BLOCK": config.block}, options, arch)
 
 
 def run(outs, args, config: Config) -> None:
     m, n, _ = rows(args[2])
     grid = (m * triton.cdiv(n, config.block),)
     arguments, options = _arguments(outs, *args), {"num_warps": config.num_warps}
-    triton_glue.launch(_cross_entropy_backward, grid, arguments, {"BLOCK": config.block}, options)
+    triton_glue.legacy_launch(_cross_entropy_backward, grid, arguments, {"BLOCK": config.block}, options)

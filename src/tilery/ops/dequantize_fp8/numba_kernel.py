@@ -3,13 +3,13 @@
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, STORAGE, at, load, store
+from tilery.base.spec import DTYPES, Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import FP32, STORAGE, at, load, store
 from tilery.ops.dequantize_fp8 import outputs
 from tilery.parts import fp8, numba_rows
 from tilery.parts.numba_rows import Config, archs
 from tilery.parts.rows import rows
-from tilery.spec import DTYPES, Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
 
@@ -57,8 +57,8 @@ def _arguments(outs, values, scales, per, dtype):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_dequantize, *_arguments(outputs(*specs), *specs))
+    return numba_glue.legacy_compile(_dequantize, *_arguments(outputs(*specs), *specs))
 
 
 def run(outs, args, config: Config) -> None:
-    numba_glue.launch(_dequantize, config.parallel, *_arguments(outs, *args))
+    numba_glue.legacy_launch(_dequantize, config.parallel, *_arguments(outs, *args))

@@ -3,14 +3,14 @@
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import take_over
+from tilery.base.spec import Artifact, TensorSpec, dtype_name
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import take_over
 from tilery.ops.dequantize_fp8 import outputs
 from tilery.parts import fp8, triton_fp8, triton_pieces
 from tilery.parts.rows import rows
 from tilery.parts.triton_fp8 import widen
 from tilery.parts.triton_pieces import Config, archs, cut, own_place, within
-from tilery.spec import Artifact, TensorSpec, dtype_name
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
 
@@ -62,9 +62,9 @@ def _call(outs, config: Config, values, scales, per, dtype):
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     _, arguments, constants = _call(outputs(*specs), config, *specs)
-    return triton_glue.compile(_dequantize, arguments, constants, config.options, arch)
+    return triton_glue.legacy_compile(_dequantize, arguments, constants, config.options, arch)
 
 
 def run(outs, args, config: Config) -> None:
     grid, arguments, constants = _call(outs, config, *args)
-    triton_glue.launch(_dequantize, grid, arguments, constants, config.options)
+    triton_glue.legacy_launch(_dequantize, grid, arguments, constants, config.options)

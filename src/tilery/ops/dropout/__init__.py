@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.errors import BadInput
-from tilery.op import op
+from tilery.base.errors import BadInput
+from tilery.base.spec import Cost, TensorSpec, case
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import baselines
 from tilery.parts import philox, rows
-from tilery.peers import baselines
-from tilery.spec import Cost, TensorSpec, case
 
 ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 

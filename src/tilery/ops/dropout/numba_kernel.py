@@ -3,14 +3,14 @@
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import ZERO, at, f32, load, store
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import ZERO, at, f32, load, store
 from tilery.ops.dropout import factor, outputs
 from tilery.parts import numba_rows, philox
 from tilery.parts.numba_philox import words
 from tilery.parts.numba_rows import Config, archs
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
 
@@ -92,8 +92,8 @@ def _arguments(outs, x, p, seed):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_dropout, *_arguments(outputs(*specs), *specs, 0.5, 0))
+    return numba_glue.legacy_compile(_dropout, *_arguments(outputs(*specs), *specs, 0.5, 0))
 
 
 def run(outs, args, config: Config) -> None:
-    numba_glue.launch(_dropout, config.parallel, *_arguments(outs, *args))
+    numba_glue.legacy_launch(_dropout, config.parallel, *_arguments(outs, *args))

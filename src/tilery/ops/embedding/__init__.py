@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.errors import require
-from tilery.indices import require_between
-from tilery.op import op
+from tilery.base.errors import require
+from tilery.base.spec import Bucket, Cost, TensorSpec, case, dtype_name
+from tilery.core import inputs as draw
+from tilery.core.indices import require_between
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines, load
 from tilery.parts import rows
-from tilery.peers import Compiled, baselines, load
-from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
 EXACT = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 0.0)
 IDS = {"int32": torch.int32, "int64": torch.int64}

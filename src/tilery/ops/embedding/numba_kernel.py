@@ -5,12 +5,12 @@ from math import prod
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import at, f32, integer, move, store
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import at, f32, integer, move, store
 from tilery.ops.embedding import outputs
 from tilery.parts import numba_rows
 from tilery.parts.numba_rows import Config, archs
-from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
 
@@ -57,8 +57,8 @@ def _arguments(outs, ids, table):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_embedding, *_arguments(outputs(*specs), *specs))
+    return numba_glue.legacy_compile(_embedding, *_arguments(outputs(*specs), *specs))
 
 
 def run(outs, args, config: Config) -> None:
-    numba_glue.launch(_embedding, config.parallel, *_arguments(outs, *args))
+    numba_glue.legacy_launch(_embedding, config.parallel, *_arguments(outs, *args))

@@ -5,12 +5,12 @@ import math
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import take_over
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import take_over
 from tilery.ops.embedding import outputs
 from tilery.parts import triton_pieces
 from tilery.parts.triton_pieces import Config, archs, piece
-from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
 
@@ -47,9 +47,9 @@ def _call(outs, config: Config, ids, table):
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     _, arguments, constants = _call(outputs(*specs), config, *specs)
-    return triton_glue.compile(_embedding, arguments, constants, config.options, arch)
+    return triton_glue.legacy_compile(_embedding, arguments, constants, config.options, arch)
 
 
 def run(outs, args, config: Config) -> None:
     grid, arguments, constants = _call(outs, config, *args)
-    triton_glue.launch(_embedding, grid, arguments, constants, config.options)
+    triton_glue.legacy_launch(_embedding, grid, arguments, constants, config.options)

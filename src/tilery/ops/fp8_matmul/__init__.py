@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.op import op
+from tilery.base.spec import DTYPES, Bucket, TensorSpec, case
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import baselines, load
 from tilery.ops.dequantize_fp8 import spread
 from tilery.parts import fp8
 from tilery.parts import fp8_products as products
-from tilery.peers import baselines, load
-from tilery.spec import DTYPES, Bucket, TensorSpec, case
 
 MIXED = {"tilelang": "of one format", "cutile": "of one format"}
 

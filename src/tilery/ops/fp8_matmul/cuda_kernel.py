@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from tilery.backends import cuda_glue, tensor_maps
+from tilery.base.spec import DTYPES, Artifact, TensorSpec, Work, dtype_name
+from tilery.languages import cuda_glue, tensor_maps
 from tilery.parts import hopper_tiles
 from tilery.parts.fp8 import GROUP
 from tilery.parts.tiles import tiled_product
-from tilery.spec import DTYPES, Artifact, TensorSpec, Work, dtype_name
 
 archs = ("sm_90",)
 

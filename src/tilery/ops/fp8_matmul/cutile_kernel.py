@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import cuda.tile as ct
 
-from tilery.backends import cutile_glue
-from tilery.backends.cutile_glue import Launch
+from tilery.base.spec import Artifact, TensorSpec, Work, dtype_name
+from tilery.languages import cutile_glue
+from tilery.languages.cutile_glue import LegacyLaunch as Launch
 from tilery.parts.fp8 import GROUP
 from tilery.parts.fp8_products import outputs
 from tilery.parts.tiles import tiled_product
-from tilery.spec import Artifact, TensorSpec, Work, dtype_name
 
 archs = ("sm_90", "sm_100", "sm_120")  # cuTile has no fp8 below
 
@@ -115,11 +115,11 @@ def _launch(config: Config, outs, a, a_scale, b, b_scale) -> Launch:
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return cutile_glue.compile(_launch(config, outputs(*specs), *specs[:4]), arch)
+    return cutile_glue.legacy_compile(_launch(config, outputs(*specs), *specs[:4]), arch)
 
 
 def run(outs, args, config: Config) -> None:
     if args[0].shape[1] == 0:  # a sum of nothing; TMA cannot describe an empty array
         outs[0].zero_()
         return
-    cutile_glue.run(_launch(config, outs, *args[:4]))
+    cutile_glue.legacy_run(_launch(config, outs, *args[:4]))

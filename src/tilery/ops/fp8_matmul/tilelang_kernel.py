@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tilery import device
-from tilery.backends import tilelang_glue
+from tilery.base.spec import DTYPES, Artifact, TensorSpec, Work, dtype_name
+from tilery.hardware import device
+from tilery.languages import tilelang_glue
 from tilery.ops.fp8_matmul.tilelang_product import Problem, product
 from tilery.parts.fp8 import GROUP, ceil_div
 from tilery.parts.fp8_products import split_work, split_workspace
-from tilery.spec import DTYPES, Artifact, TensorSpec, Work, dtype_name
 
 archs = ("sm_89", "sm_90", "sm_100", "sm_120")  # for sm_80 TileLang builds code without a product
 
@@ -169,7 +169,7 @@ def _problem(a, a_scale, b, b_scale, out_dtype: str, even: bool) -> Problem:
 def compile(specs, config: Config, arch: str) -> Artifact:
     a, _, b, _, _ = specs
     even = _even(a, a.aligned) and _even(b, b.aligned)
-    return tilelang_glue.compile(product, (_problem(*specs, even), config), arch)
+    return tilelang_glue.legacy_compile(product, (_problem(*specs, even), config), arch)
 
 
 def run(outs, args, config: Config, *parts) -> None:
@@ -178,4 +178,4 @@ def run(outs, args, config: Config, *parts) -> None:
         outs[0].zero_()
         return
     even = _even(a, a.data_ptr() % 16 == 0) and _even(b, b.data_ptr() % 16 == 0)
-    tilelang_glue.launch(product, (_problem(*args, even), config), (a, a_scale, b, b_scale, outs[0], *parts))
+    tilelang_glue.legacy_launch(product, (_problem(*args, even), config), (a, a_scale, b, b_scale, outs[0], *parts))

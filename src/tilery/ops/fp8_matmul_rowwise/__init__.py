@@ -2,12 +2,12 @@ from typing import Any
 
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.op import op
+from tilery.base.spec import DTYPES, Bucket, TensorSpec, case
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import baselines
 from tilery.parts import fp8
 from tilery.parts import fp8_products as products
-from tilery.peers import baselines
-from tilery.spec import DTYPES, Bucket, TensorSpec, case
 
 MULTIPLE = 16  # of K
 

@@ -3,14 +3,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.op import op
+from tilery.base.spec import Bucket, Cost, TensorSpec, case
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.ops.fused_linear_cross_entropy_backward import fused_linear_cross_entropy_backward
 from tilery.parts import rows
 from tilery.parts.linear_losses import bucket_projection, cases, check_projection, draw_projection
 from tilery.parts.losses import check_scalars, check_targets, draw_targets, look_at_targets, losses
-from tilery.peers import Compiled, baselines
-from tilery.spec import Bucket, Cost, TensorSpec, case
 
 ALLOWED = {torch.float32: 5e-6}  # a logit is a sum of K products
 

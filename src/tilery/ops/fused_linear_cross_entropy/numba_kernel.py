@@ -4,15 +4,15 @@ import numpy as np
 import torch
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import DEPTH, FP32, ZERO, at, exp, f32, integer, load, store
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import DEPTH, FP32, ZERO, at, exp, f32, integer, load, store
 from tilery.ops.fused_linear_cross_entropy import outputs
 from tilery.parts import numba_losses, numba_rows
 from tilery.parts.numba_losses import BLOCK, log_sum, loss, tile_of_products
 from tilery.parts.numba_rows import Config
 from tilery.parts.numba_softmax import base, row_sums
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs
 
@@ -96,8 +96,8 @@ def _arguments(outs, work, x, weight, targets, label_smoothing=0.0, ignore_index
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     arguments = _arguments(outputs(*specs), *workspace(*specs, config), *specs)
-    return numba_glue.compile(_linear_cross_entropy, *arguments)
+    return numba_glue.legacy_compile(_linear_cross_entropy, *arguments)
 
 
 def run(outs, args, config: Config, work) -> None:
-    numba_glue.launch(_linear_cross_entropy, config.parallel, *_arguments(outs, work, *args))
+    numba_glue.legacy_launch(_linear_cross_entropy, config.parallel, *_arguments(outs, work, *args))

@@ -9,14 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
 from tilery.ops.fused_linear_cross_entropy import outputs
 from tilery.parts import triton_losses, triton_tiles
 from tilery.parts.rows import rows
 from tilery.parts.triton_softmax import base
 from tilery.parts.triton_tiles import Tiles, product
-from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
 
@@ -133,7 +133,7 @@ def _launches(outs, x, weight, targets, label_smoothing, ignore_index, z_loss, c
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     launches = _launches(outputs(*specs), *specs, 0.1, -100, 0.1, config, *workspace(*specs, config))
-    return triton_glue.greediest([triton_glue.compile(k, a, c, o, arch) for k, _, a, c, o in launches])
+    return triton_glue.greediest([triton_glue.legacy_compile(k, a, c, o, arch) for k, _, a, c, o in launches])
 
 
 def run(outs, args, config: Config, sums) -> None:

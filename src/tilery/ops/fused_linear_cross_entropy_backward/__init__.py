@@ -3,8 +3,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.op import op
+from tilery.base.spec import Bucket, Cost, TensorSpec, case
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.parts import rows
 from tilery.parts.linear_losses import bucket_projection, cases, check_projection, draw_projection
 from tilery.parts.losses import (
@@ -15,8 +17,6 @@ from tilery.parts.losses import (
     logit_gradients,
     look_at_targets,
 )
-from tilery.peers import Compiled, baselines
-from tilery.spec import Bucket, Cost, TensorSpec, case
 
 # The gradients of the logits are rounded to the dtype of x before they are multiplied, and the products once more.
 ALLOWED = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -7,14 +7,14 @@ import numpy as np
 import torch
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import DEPTH, FP32, ONE, ZERO, at, f32, integer, load, store
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import DEPTH, FP32, ONE, ZERO, at, f32, integer, load, store
 from tilery.ops.fused_linear_cross_entropy_backward import outputs
 from tilery.parts import numba_losses, numba_rows
 from tilery.parts.numba_losses import BLOCK, add_products, gradient, padded, tile_of_products
 from tilery.parts.numba_rows import Config
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs
 
@@ -125,8 +125,8 @@ def _arguments(outs, work, dloss, dlse, x, weight, targets, lse, label_smoothing
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     arguments = _arguments(outputs(*specs), *workspace(*specs, config), *specs)
-    return numba_glue.compile(_linear_cross_entropy_backward, *arguments)
+    return numba_glue.legacy_compile(_linear_cross_entropy_backward, *arguments)
 
 
 def run(outs, args, config: Config, work) -> None:
-    numba_glue.launch(_linear_cross_entropy_backward, config.parallel, *_arguments(outs, work, *args))
+    numba_glue.legacy_launch(_linear_cross_entropy_backward, config.parallel, *_arguments(outs, work, *args))

@@ -9,14 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
 from tilery.ops.fused_linear_cross_entropy_backward import outputs
 from tilery.parts import triton_tiles
 from tilery.parts.rows import rows
 from tilery.parts.triton_losses import gradient
 from tilery.parts.triton_tiles import Tiles, product
-from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
 
@@ -145,7 +145,7 @@ def _launches(
 def compile(specs, config: Config, arch: str) -> Artifact:
     launches = _launches(outputs(*specs), *specs, 0.1, -100, 0.1, config, *workspace(*specs, config))
     first = [next(launches) for _ in range(3)]
-    return triton_glue.greediest([triton_glue.compile(k, a, c, config.options(), arch) for k, _, a, c in first])
+    return triton_glue.greediest([triton_glue.legacy_compile(k, a, c, config.options(), arch) for k, _, a, c in first])
 
 
 def run(outs, args, config: Config, grad, sums) -> None:

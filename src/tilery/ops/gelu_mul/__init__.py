@@ -3,11 +3,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery.op import op
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines, load
 from tilery.ops.gelu_mul_backward import gelu_mul_backward
 from tilery.ops.gelu_mul_packed_backward import gelu_mul_packed_backward
 from tilery.parts import gated, rows
-from tilery.peers import Compiled, baselines, load
 
 
 def inputs(

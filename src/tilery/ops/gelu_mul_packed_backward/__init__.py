@@ -3,9 +3,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery.op import op
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.parts import gated
-from tilery.peers import Compiled, baselines
 
 
 def inputs(

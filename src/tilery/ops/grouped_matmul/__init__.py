@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.errors import BadInput, require
-from tilery.indices import require_between
+from tilery.base.errors import BadInput, require
+from tilery.base.spec import Bucket, Cost, TensorSpec, case, dtype_name
+from tilery.core import inputs as draw
+from tilery.core.indices import require_between
+from tilery.core.op import op
+from tilery.core.peers import Saved, baselines
 from tilery.models.model import Model
-from tilery.op import op
 from tilery.parts import batches
 from tilery.parts.products import ALLOWED
-from tilery.peers import Saved, baselines
-from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
 
 def check(a: TensorSpec, b: TensorSpec, offsets: TensorSpec) -> None:

@@ -6,12 +6,12 @@ import cuda.tile as ct
 import torch
 import torch.nn.functional as F
 
-from tilery.backends import cutile_glue
-from tilery.backends.cutile_glue import Launch
+from tilery.base.spec import Artifact, TensorSpec, Work
+from tilery.languages import cutile_glue
+from tilery.languages.cutile_glue import LegacyLaunch as Launch
 from tilery.ops.grouped_matmul import groups_hit, outputs, tiles_expected
 from tilery.parts import batches, cutile_batches
 from tilery.parts.cutile_batches import Config, archs, place
-from tilery.spec import Artifact, TensorSpec, Work
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refusal", "run"]
 
@@ -104,7 +104,7 @@ def _launch(config: Config, outs, a, b, offsets) -> Launch:
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return cutile_glue.compile(_launch(config, outputs(*specs), *specs), arch)
+    return cutile_glue.legacy_compile(_launch(config, outputs(*specs), *specs), arch)
 
 
 def run(outs, args, config: Config) -> None:
@@ -112,4 +112,4 @@ def run(outs, args, config: Config) -> None:
         edges = F.pad(F.pad(args[2].long(), (1, 0)), (0, 1), value=args[0].shape[0])
         outs[0].copy_(torch.where((edges.diff() < 0).any(), float("nan"), 0.0))
         return
-    cutile_glue.run(_launch(config, outs, *args))
+    cutile_glue.legacy_run(_launch(config, outs, *args))

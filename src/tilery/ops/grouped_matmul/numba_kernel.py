@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import COLUMNS, FP32, ONE, ZERO, at, f32, integer, store
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_elements, numba_glue
+from tilery.languages.numba_elements import COLUMNS, FP32, ONE, ZERO, at, f32, integer, store
 from tilery.ops.grouped_matmul import outputs
 from tilery.parts import numba_batches
 from tilery.parts.numba_batches import tile_product
-from tilery.spec import Artifact, TensorSpec
 
 archs = ("cpu",)
 
@@ -26,7 +26,7 @@ class Config:
 
 def refusal(a: TensorSpec, b: TensorSpec, offsets: TensorSpec, config: Config | None = None) -> str | None:
     why = numba_batches.tile_refusal(config.tile_m, config.tile_n) if config else None
-    return why or numba_glue.refusal(a)
+    return why or numba_elements.refusal(a)
 
 
 def default(a: TensorSpec, b: TensorSpec, offsets: TensorSpec) -> Config:
@@ -110,8 +110,8 @@ def _arguments(outs, a, b, offsets, config: Config, work):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_grouped, *_arguments(outputs(*specs), *specs, config, *workspace(*specs, config)))
+    return numba_glue.legacy_compile(_grouped, *_arguments(outputs(*specs), *specs, config, *workspace(*specs, config)))
 
 
 def run(outs, args, config: Config, work) -> None:
-    numba_glue.launch(_grouped, config.parallel, *_arguments(outs, *args, config, work))
+    numba_glue.legacy_launch(_grouped, config.parallel, *_arguments(outs, *args, config, work))

@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec, Work
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
 from tilery.ops.grouped_matmul import groups_hit, outputs, tiles_expected
 from tilery.parts import batches, triton_batches
 from tilery.parts.triton_batches import BAND, multiply, place
 from tilery.parts.triton_tiles import Tiles as Config
-from tilery.spec import Artifact, TensorSpec, Work
 
 archs = ARCHS
 
@@ -91,7 +91,7 @@ def _arguments(outs, a, b, offsets, config: Config):
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     arguments, constants = _arguments(outputs(*specs), *specs, config)
-    return triton_glue.compile(_grouped_matmul, arguments, constants, config.options(), arch)
+    return triton_glue.legacy_compile(_grouped_matmul, arguments, constants, config.options(), arch)
 
 
 def run(outs, args, config: Config) -> None:

@@ -2,12 +2,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.op import op
+from tilery.base.spec import Bucket, Cost, TensorSpec
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines, load
 from tilery.ops.layer_norm_backward import layer_norm_backward
 from tilery.parts import norms, rows
-from tilery.peers import Compiled, baselines, load
-from tilery.spec import Bucket, Cost, TensorSpec
 
 
 def check(x: TensorSpec, weight: TensorSpec, bias: TensorSpec) -> None:

@@ -1,11 +1,11 @@
 import torch
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.op import op
+from tilery.base.spec import Bucket, Cost, TensorSpec
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, Saved, baselines
 from tilery.parts import norms, rows
-from tilery.peers import Compiled, Saved, baselines
-from tilery.spec import Bucket, Cost, TensorSpec
 
 
 def check(dy: TensorSpec, x: TensorSpec, weight: TensorSpec) -> None:

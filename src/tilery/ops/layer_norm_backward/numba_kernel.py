@@ -3,14 +3,14 @@
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, ONE, ZERO, at, f32, load, store
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import FP32, ONE, ZERO, at, f32, load, store
 from tilery.ops.layer_norm_backward import outputs
 from tilery.parts import numba_rows
 from tilery.parts.numba_norms import add_up, clear, mean, partial_sums, rstd, settle
 from tilery.parts.numba_rows import Config
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs
 
@@ -80,8 +80,10 @@ def _arguments(outs, sums, dy, x, weight, eps=1e-5):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_layer_norm_backward, *_arguments(outputs(*specs), workspace(*specs, config), *specs))
+    return numba_glue.legacy_compile(
+        _layer_norm_backward, *_arguments(outputs(*specs), workspace(*specs, config), *specs)
+    )
 
 
 def run(outs, args, config: Config, *sums) -> None:
-    numba_glue.launch(_layer_norm_backward, config.parallel, *_arguments(outs, sums, *args))
+    numba_glue.legacy_launch(_layer_norm_backward, config.parallel, *_arguments(outs, sums, *args))

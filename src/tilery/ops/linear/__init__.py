@@ -3,13 +3,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.errors import require
-from tilery.op import op
+from tilery.base.errors import require
+from tilery.base.spec import Bucket, Cost, TensorSpec, case, dtype_name
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.parts import products, rows
 from tilery.parts.products import ACTIVATIONS, TF32, TMA, Product
-from tilery.peers import Compiled, baselines
-from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
 _FLOPS = {"none": 0, "relu": 1, "gelu": 25, "gelu_tanh": 9, "silu": 5}  # of an element
 

@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.errors import require
-from tilery.op import op
+from tilery.base.errors import require
+from tilery.base.spec import Bucket, Cost, TensorSpec, case, dtype_name
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.parts import products, rows
 from tilery.parts.products import TF32, TMA, Product
-from tilery.peers import Compiled, baselines
-from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
 
 def check(x: TensorSpec, weight: TensorSpec, precision: str) -> None:

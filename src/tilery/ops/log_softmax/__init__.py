@@ -1,11 +1,11 @@
 import torch
 from torch import Tensor
 
-from tilery.op import op
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.ops.log_softmax_backward import log_softmax_backward
 from tilery.ops.softmax import ALLOWED, bench_cases, bucket, check, cost, inputs, outputs
 from tilery.parts import rows
-from tilery.peers import Compiled, baselines
 
 
 def _torch(x: Tensor) -> Tensor:

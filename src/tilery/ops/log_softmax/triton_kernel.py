@@ -1,9 +1,9 @@
 """One program per row, which sits in its registers if it can; few long rows are shared out among programs."""
 
+from tilery.base.spec import Artifact
 from tilery.ops.log_softmax import outputs
 from tilery.parts import triton_softmax
 from tilery.parts.triton_softmax import Config, archs, configs, default, refusal, workspace  # noqa: F401
-from tilery.spec import Artifact
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:

@@ -1,12 +1,12 @@
 import torch
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.op import op
+from tilery.base.spec import Cost, TensorSpec
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.ops.softmax_backward import ALLOWED, bucket, check, outputs
 from tilery.parts import rows
-from tilery.peers import Compiled, baselines
-from tilery.spec import Cost, TensorSpec
 
 
 def cost(dy: TensorSpec, y: TensorSpec) -> Cost:

@@ -1,9 +1,9 @@
 """One program per row: both rows sit in its registers if they can, so each is read once."""
 
+from tilery.base.spec import Artifact
 from tilery.ops.log_softmax_backward import outputs
 from tilery.parts import triton_softmax_backward
 from tilery.parts.triton_softmax_backward import Config, archs, configs, default, refusal  # noqa: F401
-from tilery.spec import Artifact
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:

@@ -3,13 +3,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.errors import require
-from tilery.op import op
+from tilery.base.errors import require
+from tilery.base.spec import Bucket, Cost, TensorSpec, case, dtype_name
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import baselines, load
 from tilery.parts import products
 from tilery.parts.products import ALLOWED, Product
-from tilery.peers import baselines, load
-from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
 # Refusals that several cases declare: tensor cores round fp32, TMA wants rows on 16 bytes, one kernel wants K in rows.
 TF32 = {"gluon": "tf32", "tilelang": "tf32", "cuda.hopper": "tf32"}

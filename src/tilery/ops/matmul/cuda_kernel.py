@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from tilery.backends import cuda_glue
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec, Work
+from tilery.hardware.device import ARCHS
+from tilery.languages import cuda_glue
 from tilery.ops.matmul import layout
 from tilery.parts.tiles import tiled_product
-from tilery.spec import Artifact, TensorSpec, Work
 
 archs = ARCHS
 

@@ -1,8 +1,8 @@
 """One block per tile of c: tiles of a and b pass through shared memory, a thread sums a small square in registers."""
 
-from tilery.backends import cupy_glue
+from tilery.base.spec import Artifact
+from tilery.languages import cupy_glue
 from tilery.ops.matmul.register_tiles import Config, archs, configs, default, estimate, refusal
-from tilery.spec import Artifact
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refusal", "run"]
 
@@ -61,11 +61,11 @@ def _name(a, config: Config) -> str:
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return cupy_glue.compile(_SOURCE, _name(specs[0], config), arch)
+    return cupy_glue.legacy_compile(_SOURCE, _name(specs[0], config), arch)
 
 
 def run(outs, args, config: Config) -> None:
     a, b, _ = args
     (m, k), n = a.shape, b.shape[1]
     arguments = (a.data_ptr(), b.data_ptr(), outs[0].data_ptr(), m, n, k, *a.stride(), *b.stride())
-    cupy_glue.launch(_SOURCE, _name(a, config), config.blocks(m, n), config.threads, arguments)
+    cupy_glue.legacy_launch(_SOURCE, _name(a, config), config.blocks(m, n), config.threads, arguments)

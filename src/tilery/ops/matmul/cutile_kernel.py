@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import cuda.tile as ct
 import torch
 
-from tilery.backends import cutile_glue
-from tilery.backends.cutile_glue import Launch
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec, Work
+from tilery.hardware.device import ARCHS
+from tilery.languages import cutile_glue
+from tilery.languages.cutile_glue import LegacyLaunch as Launch
 from tilery.ops.matmul import outputs
 from tilery.parts.tiles import tiled_product
-from tilery.spec import Artifact, TensorSpec, Work
 
 archs = ARCHS
 
@@ -136,7 +136,7 @@ def _launch(config: Config, processors: int, outs, a, b) -> Launch:
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     a, b, _ = specs
-    return cutile_glue.compile(_launch(config, 1, outputs(*specs), a, b), arch)
+    return cutile_glue.legacy_compile(_launch(config, 1, outputs(*specs), a, b), arch)
 
 
 def run(outs, args, config: Config) -> None:
@@ -144,4 +144,4 @@ def run(outs, args, config: Config) -> None:
     if a.shape[1] == 0:  # a sum of nothing; TMA cannot describe an empty array
         outs[0].zero_()
         return
-    cutile_glue.run(_launch(config, cutile_glue.processors(a.device.index), outs, a, b))
+    cutile_glue.legacy_run(_launch(config, cutile_glue.processors(a.device.index), outs, a, b))

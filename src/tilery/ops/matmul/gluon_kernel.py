@@ -13,11 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilery import device
-from tilery.backends import gluon_glue
+from tilery.base.spec import Artifact, TensorSpec, Work, dtype_name
+from tilery.hardware import device
+from tilery.languages import gluon_glue
 from tilery.ops.matmul import layout, outputs
 from tilery.parts.tiles import tiled_product
-from tilery.spec import Artifact, TensorSpec, Work, dtype_name
 
 archs = ("sm_90",)  # wgmma
 
@@ -171,7 +171,7 @@ def _warps(config: Config) -> int:
 def compile(specs, config: Config, arch: str) -> Artifact:
     a, b, _ = specs
     arguments, constants = _arguments(outputs(*specs), a, b, config)
-    return gluon_glue.compile(_matmul, arguments, constants, {"num_warps": _warps(config)}, arch)
+    return gluon_glue.legacy_compile(_matmul, arguments, constants, {"num_warps": _warps(config)}, arch)
 
 
 def run(outs, args, config: Config) -> None:

@@ -5,9 +5,9 @@ import functools
 from numba import cuda
 from numba.cuda.types import float32, int64, void
 
-from tilery.backends import numba_cuda_glue
+from tilery.base.spec import Artifact
+from tilery.languages import numba_cuda_glue
 from tilery.ops.matmul.register_tiles import Config, archs, configs, default, estimate, refusal
-from tilery.spec import Artifact
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refusal", "run"]
 
@@ -66,11 +66,11 @@ def _kernel(dtype, config: Config) -> numba_cuda_glue.Kernel:
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_cuda_glue.compile(_kernel(specs[0].dtype, config), arch)
+    return numba_cuda_glue.legacy_compile(_kernel(specs[0].dtype, config), arch)
 
 
 def run(outs, args, config: Config) -> None:
     a, b, _ = args
     (m, k), n = a.shape, b.shape[1]
     arguments = (a.data_ptr(), b.data_ptr(), outs[0].data_ptr(), m, n, k, *a.stride(), *b.stride())
-    numba_cuda_glue.launch(_kernel(a.dtype, config), config.blocks(m, n), arguments)
+    numba_cuda_glue.legacy_launch(_kernel(a.dtype, config), config.blocks(m, n), arguments)

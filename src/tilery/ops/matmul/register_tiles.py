@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from tilery.device import ARCHS
+from tilery.base.spec import TensorSpec, Work
+from tilery.hardware.device import ARCHS
 from tilery.parts.tiles import tiled_product
-from tilery.spec import TensorSpec, Work
 
 archs = ARCHS
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import tilelang.language as T
 import torch
 
-from tilery import device
-from tilery.backends import tilelang_glue
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec, Work, dtype_name
+from tilery.hardware import device
+from tilery.hardware.device import ARCHS
+from tilery.languages import tilelang_glue
 from tilery.ops.matmul import layout
 from tilery.parts.tiles import tiled_product
-from tilery.spec import Artifact, TensorSpec, Work, dtype_name
 
 archs = ARCHS
 
@@ -123,7 +123,7 @@ def _constants(a, b, even: bool, config: Config):
 def compile(specs, config: Config, arch: str) -> Artifact:
     a, b, _ = specs
     even = _even(a, a.aligned) and _even(b, b.aligned)
-    return tilelang_glue.compile(_matmul, _constants(a, b, even, config), arch)
+    return tilelang_glue.legacy_compile(_matmul, _constants(a, b, even, config), arch)
 
 
 def run(outs, args, config: Config) -> None:
@@ -134,4 +134,4 @@ def run(outs, args, config: Config) -> None:
     even = _even(a, a.data_ptr() % 16 == 0) and _even(b, b.data_ptr() % 16 == 0)
     constants = _constants(a, b, even, config)
     a, b = (x.t() if layout(x) == "t" else x for x in (a, b))
-    tilelang_glue.launch(_matmul, constants, (a, b, outs[0]))
+    tilelang_glue.legacy_launch(_matmul, constants, (a, b, outs[0]))

@@ -3,17 +3,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.errors import require
-from tilery.op import op
+from tilery.base.errors import require
+from tilery.base.spec import Bucket, Cost, TensorSpec, case, dtype_name
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.ops.matmul import bucket as bucket_matmul
 from tilery.ops.matmul import check as check_matmul
 from tilery.ops.matmul import inputs as draw_matmul
 from tilery.ops.matmul import outputs as outputs_matmul
 from tilery.parts import products
 from tilery.parts.products import TF32, TMA, Product
-from tilery.peers import Compiled, baselines
-from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
 
 def check(a: TensorSpec, b: TensorSpec, c: TensorSpec, precision: str) -> None:

@@ -4,9 +4,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import inputs as random
-from tilery.errors import require
-from tilery.op import op
+from tilery.base.errors import require
+from tilery.base.spec import Bucket, Cost, TensorSpec, case, dtype_name
+from tilery.core import inputs as random
+from tilery.core.op import op
+from tilery.core.peers import baselines
 from tilery.parts import attention as parts
 from tilery.parts import attention_peers as peers
 from tilery.parts.attention import ALLOWED, Problem, pairs
@@ -14,8 +16,6 @@ from tilery.parts.attention_cases import plant
 from tilery.parts.attention_checks import check_packed, check_qkv, check_scale
 from tilery.parts.attention_indices import require_packed
 from tilery.parts.heads import heads
-from tilery.peers import baselines
-from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
 SIZES, ROPES = (16, 32, 64, 128), (16, 32, 64)  # of a head, and of its turned part
 _SCALE = 7  # where the scale stands among all arguments

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilery import device
-from tilery.backends import triton_glue
+from tilery.base.spec import Artifact, TensorSpec, Work
+from tilery.hardware import device
+from tilery.languages import triton_glue
 from tilery.ops.mla import outputs, problem, problem_of_run
 from tilery.parts.attention import Problem, pairs
 from tilery.parts.heads import heads
@@ -16,7 +17,6 @@ from tilery.parts.triton_attention import LOG2E, finish, key_range, online, plac
 from tilery.parts.triton_attention_forward import bounds, put_rows, tile_of_rows
 from tilery.parts.triton_attention_plan import L2, Config, archs
 from tilery.parts.triton_tiles import far
-from tilery.spec import Artifact, TensorSpec, Work
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refusal", "run"]
 
@@ -220,7 +220,7 @@ def _call(p: Problem, config: Config, q_rope, k_rope, layout: str):
 def compile(specs, config: Config, arch: str) -> Artifact:
     _, q_rope, _, k_rope, *_, layout, _, _ = specs
     _, arguments, constants = _call(problem(outputs(*specs), specs), config, q_rope, k_rope, layout)
-    return triton_glue.compile(_mla, arguments, constants, config.options, arch)
+    return triton_glue.legacy_compile(_mla, arguments, constants, config.options, arch)
 
 
 def run(outs, args, config: Config) -> None:

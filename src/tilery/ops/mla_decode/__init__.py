@@ -4,16 +4,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery.errors import require
-from tilery.op import op
+from tilery.base.errors import require
+from tilery.base.spec import Bucket, Cost, TensorSpec, case, dtype_name
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.parts import kv_cache, paged_peers
 from tilery.parts.attention import attend, pairs
 from tilery.parts.attention_checks import check_scale
 from tilery.parts.attention_indices import require_pages
 from tilery.parts.mla_decode_cases import draw
 from tilery.parts.paged_attention import in_order
-from tilery.peers import Compiled, baselines
-from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LATENTS, ROPES = (16, 32, 64, 128, 256, 512), (16, 32, 64)

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
+from tilery.base.spec import Artifact, TensorSpec, Work
 from tilery.ops.mla_decode import outputs
 from tilery.parts import cutile_paged_attention as attention
 from tilery.parts.cutile_attention import strided
 from tilery.parts.cutile_paged_attention import Config, Problem, archs
-from tilery.spec import Artifact, TensorSpec, Work
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refusal", "run", "workspace"]
 

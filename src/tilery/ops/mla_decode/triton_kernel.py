@@ -11,16 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from tilery import device
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import hand_over, take_over
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec, Work
+from tilery.hardware import device
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import hand_over, take_over
 from tilery.ops.mla_decode import Sizes, outputs, sizes
 from tilery.parts import triton_paged
 from tilery.parts.triton_attention import LOG2E, finish
 from tilery.parts.triton_paged import cut, keep, offsets, page_of
 from tilery.parts.triton_tiles import far
-from tilery.spec import Artifact, TensorSpec, Work
 
 archs = ARCHS
 
@@ -267,9 +267,9 @@ def _launches(config: Config, outs, q, q_rope, cache, lengths, block_table, scal
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     launches = _launches(config, outputs(*specs), *specs, 0.1, *workspace(*specs, config=config))
-    return triton_glue.greediest([triton_glue.compile(k, a, c, o, arch) for k, _, a, c, o in launches])
+    return triton_glue.greediest([triton_glue.legacy_compile(k, a, c, o, arch) for k, _, a, c, o in launches])
 
 
 def run(outs, args, config: Config, *kept) -> None:
     for kernel, grid, arguments, constants, options in _launches(config, outs, *args, *kept):
-        triton_glue.launch(kernel, grid, arguments, constants, options)
+        triton_glue.legacy_launch(kernel, grid, arguments, constants, options)

@@ -4,12 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery import inputs as random
-from tilery.errors import require
-from tilery.op import op
+from tilery.base.errors import require
+from tilery.base.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
+from tilery.core import inputs as random
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.parts import heads, norms, rope_peers
-from tilery.peers import Compiled, baselines
-from tilery.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
 
 
 def check(

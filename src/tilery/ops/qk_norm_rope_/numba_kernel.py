@@ -1,9 +1,9 @@
 """Tokens in parallel over the cores; a head is normed and turned in the L1 cache, in fp32."""
 
+from tilery.base.spec import Artifact, TensorSpec
 from tilery.parts import numba_rope, numba_rows
 from tilery.parts.numba_rope import Norm
 from tilery.parts.numba_rows import Config
-from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rope.archs
 

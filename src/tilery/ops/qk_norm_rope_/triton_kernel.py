@@ -1,8 +1,8 @@
 """A program norms and turns a few heads of one token, all of them in registers; q and k in one launch."""
 
+from tilery.base.spec import Artifact, TensorSpec
 from tilery.parts import triton_rope
 from tilery.parts.triton_rope import Config, Norm, launch
-from tilery.spec import Artifact, TensorSpec
 
 archs = triton_rope.archs
 

@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.op import op
+from tilery.base.spec import DTYPES, Bucket, Cost, TensorSpec, case, dtype_name
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.parts import fp8, rows
-from tilery.peers import Compiled, baselines
-from tilery.spec import DTYPES, Bucket, Cost, TensorSpec, case, dtype_name
 
 FROM = (torch.float32, torch.float16, torch.bfloat16)
 

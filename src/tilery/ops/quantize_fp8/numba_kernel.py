@@ -3,14 +3,14 @@
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, STORAGE, ZERO, at, f32, load, store
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import FP32, STORAGE, ZERO, at, f32, load, store
 from tilery.ops.quantize_fp8 import outputs
 from tilery.parts import fp8, numba_quantise, numba_rows
 from tilery.parts.numba_fp8 import magnitude, scale
 from tilery.parts.numba_rows import Config, archs
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
 
@@ -111,9 +111,9 @@ def _call(outs, x, per, layout, pow2, format):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(*_call(outputs(*specs), *specs))
+    return numba_glue.legacy_compile(*_call(outputs(*specs), *specs))
 
 
 def run(outs, args, config: Config) -> None:
     kernel, *arguments = _call(outs, *args)
-    numba_glue.launch(kernel, config.parallel, *arguments)
+    numba_glue.legacy_launch(kernel, config.parallel, *arguments)

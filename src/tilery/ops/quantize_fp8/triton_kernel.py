@@ -4,16 +4,16 @@ import torch
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import take_over
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import take_over
 from tilery.ops.quantize_fp8 import outputs
 from tilery.parts import fp8, triton_fp8, triton_quantise
 from tilery.parts.rows import joined, rows
 from tilery.parts.triton_fp8 import magnitude, quantise, scale
 from tilery.parts.triton_pieces import Config, cut, piece
 from tilery.parts.triton_quantise import Call
-from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
 

@@ -3,12 +3,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.op import op
+from tilery.base.spec import Cost, TensorSpec
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines, load
 from tilery.ops.relu_squared_backward import relu_squared_backward
 from tilery.parts import rows
-from tilery.peers import Compiled, baselines, load
-from tilery.spec import Cost, TensorSpec
 
 ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 

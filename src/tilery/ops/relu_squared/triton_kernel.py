@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import take_over
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import take_over
 from tilery.ops.relu_squared import outputs
 from tilery.parts import triton_pieces
 from tilery.parts.rows import joined
 from tilery.parts.triton_pieces import Config, archs, piece
-from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
 
@@ -45,9 +45,9 @@ def _call(outs, config: Config, x):
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     _, arguments, constants = _call(outputs(*specs), config, *specs)
-    return triton_glue.compile(_relu_squared, arguments, constants, config.options, arch)
+    return triton_glue.legacy_compile(_relu_squared, arguments, constants, config.options, arch)
 
 
 def run(outs, args, config: Config) -> None:
     grid, arguments, constants = _call(outs, config, *args)
-    triton_glue.launch(_relu_squared, grid, arguments, constants, config.options)
+    triton_glue.legacy_launch(_relu_squared, grid, arguments, constants, config.options)

@@ -3,13 +3,13 @@
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import at, f32, load, store
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import at, f32, load, store
 from tilery.ops.relu_squared_backward import outputs
 from tilery.parts import numba_rows
 from tilery.parts.numba_rows import Config, archs
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
 
@@ -52,8 +52,8 @@ def _arguments(outs, dy, x):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_relu_squared_backward, *_arguments(outputs(*specs), *specs))
+    return numba_glue.legacy_compile(_relu_squared_backward, *_arguments(outputs(*specs), *specs))
 
 
 def run(outs, args, config: Config) -> None:
-    numba_glue.launch(_relu_squared_backward, config.parallel, *_arguments(outs, *args))
+    numba_glue.legacy_launch(_relu_squared_backward, config.parallel, *_arguments(outs, *args))

@@ -1,10 +1,10 @@
 """One block per row: its threads stride along the row, warps add by shuffles, then all scale what they read again."""
 
-from tilery.backends import cupy_glue
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import cupy_glue
 from tilery.parts import block_rows
 from tilery.parts.block_rows import Config
 from tilery.parts.rows import heads_refusal, rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = block_rows.archs
 
@@ -70,7 +70,7 @@ def _name(dtype, n: int, stride: int, aligned: bool, config: Config) -> str:
 def compile(specs, config: Config, arch: str) -> Artifact:
     x, weight = specs
     _, n, stride = rows(x)
-    return cupy_glue.compile(_SOURCE, _name(x.dtype, n, stride, x.aligned and weight.aligned, config), arch)
+    return cupy_glue.legacy_compile(_SOURCE, _name(x.dtype, n, stride, x.aligned and weight.aligned, config), arch)
 
 
 def run(outs, args, config: Config) -> None:
@@ -79,4 +79,4 @@ def run(outs, args, config: Config) -> None:
     x_ptr, w_ptr = x.data_ptr(), weight.data_ptr()
     name = _name(x.dtype, n, stride, (x_ptr | w_ptr) % 16 == 0, config)
     arguments = x_ptr, w_ptr, outs[0].data_ptr(), stride, n, float(eps), float(offset)
-    cupy_glue.launch(_SOURCE, name, m, config.threads, arguments)
+    cupy_glue.legacy_launch(_SOURCE, name, m, config.threads, arguments)

@@ -2,13 +2,13 @@
 
 import cuda.tile as ct
 
-from tilery.backends import cutile_glue
-from tilery.backends.cutile_glue import Launch
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import cutile_glue
+from tilery.languages.cutile_glue import LegacyLaunch as Launch
 from tilery.ops.rms_norm import outputs
 from tilery.parts import cutile_rows
 from tilery.parts.cutile_rows import Config, matrix
 from tilery.parts.rows import heads_refusal
-from tilery.spec import Artifact, TensorSpec
 
 archs = cutile_rows.archs
 
@@ -69,8 +69,8 @@ def _launch(config: Config, outs, x, weight, eps=1e-6, offset=0.0) -> Launch:
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return cutile_glue.compile(_launch(config, outputs(*specs), *specs), arch)
+    return cutile_glue.legacy_compile(_launch(config, outputs(*specs), *specs), arch)
 
 
 def run(outs, args, config: Config) -> None:
-    cutile_glue.run(_launch(config, outs, *args))
+    cutile_glue.legacy_run(_launch(config, outs, *args))

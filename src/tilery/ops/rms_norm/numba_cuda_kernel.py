@@ -6,11 +6,11 @@ import math
 from numba import cuda
 from numba.cuda.types import float32, float64, int64, void
 
-from tilery.backends import numba_cuda_glue
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_cuda_glue
 from tilery.parts import block_rows
 from tilery.parts.block_rows import Config
 from tilery.parts.rows import heads_refusal, rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = block_rows.archs
 
@@ -60,11 +60,11 @@ def _kernel(dtype, threads: int) -> numba_cuda_glue.Kernel:
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_cuda_glue.compile(_kernel(specs[0].dtype, config.threads), arch)
+    return numba_cuda_glue.legacy_compile(_kernel(specs[0].dtype, config.threads), arch)
 
 
 def run(outs, args, config: Config) -> None:
     x, weight, eps, offset = args
     m, n, stride = rows(x)
     arguments = (x.data_ptr(), weight.data_ptr(), outs[0].data_ptr(), stride, n, float(eps), float(offset))
-    numba_cuda_glue.launch(_kernel(x.dtype, config.threads), m, arguments)
+    numba_cuda_glue.legacy_launch(_kernel(x.dtype, config.threads), m, arguments)

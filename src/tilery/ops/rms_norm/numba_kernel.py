@@ -3,14 +3,14 @@
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import at, f32, load, store
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import at, f32, load, store
 from tilery.ops.rms_norm import outputs
 from tilery.parts import numba_rows
 from tilery.parts.numba_norms import rstd, start
 from tilery.parts.numba_rows import Config
 from tilery.parts.rows import heads
-from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs
 
@@ -54,8 +54,8 @@ def _arguments(outs, x, weight, eps=1e-6, offset=0.0):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_rms_norm, *_arguments(outputs(*specs), *specs))
+    return numba_glue.legacy_compile(_rms_norm, *_arguments(outputs(*specs), *specs))
 
 
 def run(outs, args, config: Config) -> None:
-    numba_glue.launch(_rms_norm, config.parallel, *_arguments(outs, *args))
+    numba_glue.legacy_launch(_rms_norm, config.parallel, *_arguments(outs, *args))

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import tilelang.language as T
 
-from tilery.backends import tilelang_glue
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages import tilelang_glue
 from tilery.parts.rows import heads_refusal, rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
 
@@ -79,7 +79,7 @@ def _constants(x, aligned: bool, config: Config):
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     x, weight = specs
-    return tilelang_glue.compile(_rms_norm, _constants(x, x.aligned and weight.aligned, config), arch)
+    return tilelang_glue.legacy_compile(_rms_norm, _constants(x, x.aligned and weight.aligned, config), arch)
 
 
 def run(outs, args, config: Config) -> None:
@@ -88,4 +88,4 @@ def run(outs, args, config: Config) -> None:
     if x.dim() != 2:
         m, n, stride = rows(x)
         x, y = x.as_strided((m, n), (stride, 1)), y.view(m, n)
-    tilelang_glue.launch(_rms_norm, constants, (x, weight, y, float(eps), float(offset)))
+    tilelang_glue.legacy_launch(_rms_norm, constants, (x, weight, y, float(eps), float(offset)))

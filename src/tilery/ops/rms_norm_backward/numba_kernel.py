@@ -1,12 +1,12 @@
 """Each core takes a share of the rows and sums the weight's gradient in a row of its own; these are added in order."""
 
-from tilery.backends import numba_glue
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
 from tilery.ops.rms_norm_backward import outputs
 from tilery.parts import numba_rows
 from tilery.parts.numba_norms import partial_sums, rms_norm_backward
 from tilery.parts.numba_rows import Config
 from tilery.parts.rows import heads, rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs
 
@@ -35,8 +35,10 @@ def _arguments(outs, sums, dy, x, weight, eps=1e-6, offset=0.0):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(rms_norm_backward, *_arguments(outputs(*specs), partial_sums(specs[1], config), *specs))
+    return numba_glue.legacy_compile(
+        rms_norm_backward, *_arguments(outputs(*specs), partial_sums(specs[1], config), *specs)
+    )
 
 
 def run(outs, args, config: Config, sums) -> None:
-    numba_glue.launch(rms_norm_backward, config.parallel, *_arguments(outs, sums, *args))
+    numba_glue.legacy_launch(rms_norm_backward, config.parallel, *_arguments(outs, sums, *args))

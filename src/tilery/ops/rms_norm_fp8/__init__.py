@@ -2,12 +2,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.op import op
+from tilery.base.spec import DTYPES, Bucket, Cost, TensorSpec
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.ops.rms_norm import rms_norm
 from tilery.parts import fp8, norms, rows
-from tilery.peers import Compiled, baselines
-from tilery.spec import DTYPES, Bucket, Cost, TensorSpec
 
 
 def check(x: TensorSpec, weight: TensorSpec, per: str, layout: str, pow2: bool, format: str) -> None:

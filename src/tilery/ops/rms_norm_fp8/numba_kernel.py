@@ -3,15 +3,15 @@
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import STORAGE, ZERO, at, f32
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import STORAGE, ZERO, at, f32
 from tilery.ops.rms_norm_fp8 import outputs
 from tilery.parts import numba_rows
 from tilery.parts.fp8 import LARGEST
 from tilery.parts.numba_norms import group_size, quantise_row, rstd
 from tilery.parts.numba_rows import Config
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs
 
@@ -64,8 +64,8 @@ def _arguments(outs, x, weight, eps, offset, per, layout, pow2, format):
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     x, weight, *choices = specs
-    return numba_glue.compile(_rms_norm_fp8, *_arguments(outputs(*specs), x, weight, 1e-6, 0.0, *choices))
+    return numba_glue.legacy_compile(_rms_norm_fp8, *_arguments(outputs(*specs), x, weight, 1e-6, 0.0, *choices))
 
 
 def run(outs, args, config: Config) -> None:
-    numba_glue.launch(_rms_norm_fp8, config.parallel, *_arguments(outs, *args))
+    numba_glue.legacy_launch(_rms_norm_fp8, config.parallel, *_arguments(outs, *args))

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import cuda.tile as ct
 
-from tilery.backends import cutile_glue
-from tilery.backends.cutile_glue import Launch
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages import cutile_glue
+from tilery.languages.cutile_glue import LegacyLaunch as Launch
 from tilery.ops.rope import outputs
 from tilery.parts.heads import heads
-from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
 
@@ -139,8 +139,8 @@ def _launch(config: Config, outs, q, k, cos, sin, positions, layout, interleaved
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return cutile_glue.compile(_launch(config, outputs(*specs), *specs), arch)
+    return cutile_glue.legacy_compile(_launch(config, outputs(*specs), *specs), arch)
 
 
 def run(outs, args, config: Config) -> None:
-    cutile_glue.run(_launch(config, outs, *args))
+    cutile_glue.legacy_run(_launch(config, outs, *args))

@@ -1,9 +1,9 @@
 """Tokens in parallel over the cores; q and k in one pass."""
 
+from tilery.base.spec import Artifact, TensorSpec
 from tilery.ops.rope import outputs
 from tilery.parts import numba_rope, numba_rows
 from tilery.parts.numba_rows import Config
-from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rope.archs
 

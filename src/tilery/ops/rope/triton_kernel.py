@@ -1,9 +1,9 @@
 """A program turns a few heads of one token; q and k in one launch."""
 
+from tilery.base.spec import Artifact, TensorSpec
 from tilery.ops.rope import outputs
 from tilery.parts import triton_rope
 from tilery.parts.triton_rope import Config, launch
-from tilery.spec import Artifact, TensorSpec
 
 archs = triton_rope.archs
 

@@ -2,11 +2,11 @@ from typing import Any
 
 from torch import Tensor
 
-from tilery.op import op
+from tilery.base.spec import Cost, TensorSpec
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.ops.rope import bucket, check, inputs
 from tilery.parts import heads, rope_peers
-from tilery.peers import Compiled, baselines
-from tilery.spec import Cost, TensorSpec
 
 
 def cost(q: TensorSpec, k: TensorSpec, cos: TensorSpec, sin: TensorSpec, positions: Any, layout: str, *_: bool) -> Cost:

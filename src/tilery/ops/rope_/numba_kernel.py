@@ -1,8 +1,8 @@
 """rope's kernel, writing where it reads."""
 
+from tilery.base.spec import Artifact, TensorSpec
 from tilery.parts import numba_rope, numba_rows
 from tilery.parts.numba_rows import Config
-from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rope.archs
 

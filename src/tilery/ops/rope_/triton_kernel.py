@@ -1,8 +1,8 @@
 """rope's kernel, writing where it reads: every value is read and written by one program."""
 
+from tilery.base.spec import Artifact, TensorSpec
 from tilery.parts import triton_rope
 from tilery.parts.triton_rope import Config, launch
-from tilery.spec import Artifact, TensorSpec
 
 archs = triton_rope.archs
 

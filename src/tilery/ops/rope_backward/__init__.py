@@ -3,10 +3,10 @@ from typing import Any
 
 from torch import Tensor
 
-from tilery.op import op
+from tilery.base.spec import Bucket, Cost, TensorSpec
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.parts import heads, rope_peers
-from tilery.peers import Compiled, baselines
-from tilery.spec import Bucket, Cost, TensorSpec
 
 
 def check(

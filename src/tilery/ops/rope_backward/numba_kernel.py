@@ -1,9 +1,9 @@
 """rope's kernel with the inverse angle."""
 
+from tilery.base.spec import Artifact, TensorSpec
 from tilery.ops.rope_backward import outputs
 from tilery.parts import numba_rope, numba_rows
 from tilery.parts.numba_rows import Config
-from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rope.archs
 

@@ -1,9 +1,9 @@
 """rope's kernel with the inverse angle."""
 
+from tilery.base.spec import Artifact, TensorSpec
 from tilery.ops.rope_backward import outputs
 from tilery.parts import triton_rope
 from tilery.parts.triton_rope import Config, launch
-from tilery.spec import Artifact, TensorSpec
 
 archs = triton_rope.archs
 

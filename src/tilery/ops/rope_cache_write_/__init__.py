@@ -3,12 +3,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import inputs as random
-from tilery.op import op
+from tilery.base.spec import Bucket, Cost, TensorSpec, case, dtype_name
+from tilery.core import inputs as random
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.parts import heads, kv_cache, rope_peers
 from tilery.parts.rows import check_like
-from tilery.peers import Compiled, baselines
-from tilery.spec import Bucket, Cost, TensorSpec, case, dtype_name
 
 # Checked against values that are not rounded to fp8: that alone costs 2.6e-2 in e4m3 and 5.2e-2 in e5m2.
 ALLOWED = {**heads.ALLOWED, torch.float8_e4m3fn: 4e-2, torch.float8_e5m2: 8e-2}

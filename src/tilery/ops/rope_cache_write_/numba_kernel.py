@@ -3,12 +3,12 @@
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, STORAGE, at, f32, integer, load, store
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import FP32, STORAGE, at, f32, integer, load, store
 from tilery.parts import numba_rope, numba_rows
 from tilery.parts.numba_rope import NO_NORM, fetch, row, turn, turn_heads
 from tilery.parts.numba_rows import Config
-from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rope.archs
 
@@ -89,8 +89,8 @@ def _arguments(q, k, v, k_cache, v_cache, cos, sin, positions, slots, k_scale, v
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_rope_cache_write, *_arguments(*specs))
+    return numba_glue.legacy_compile(_rope_cache_write, *_arguments(*specs))
 
 
 def run(outs, args, config: Config) -> None:
-    numba_glue.launch(_rope_cache_write, config.parallel, *_arguments(*args))
+    numba_glue.legacy_launch(_rope_cache_write, config.parallel, *_arguments(*args))

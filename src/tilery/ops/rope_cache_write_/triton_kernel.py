@@ -3,12 +3,12 @@
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import take_over
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import take_over
 from tilery.parts import kv_cache, triton_rope
 from tilery.parts.triton_fp8 import as_bytes, native, quantise
 from tilery.parts.triton_rope import Config, load_angles, load_pairs, store_pairs, turn
-from tilery.spec import Artifact, TensorSpec
 
 archs = triton_rope.archs
 
@@ -121,7 +121,9 @@ def _arguments(config: Config, q, k, v, k_cache, v_cache, cos, sin, positions, s
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return triton_glue.compile(_rope_cache_write, *_arguments(config, *specs), {"num_warps": config.num_warps}, arch)
+    return triton_glue.legacy_compile(
+        _rope_cache_write, *_arguments(config, *specs), {"num_warps": config.num_warps}, arch
+    )
 
 
 def run(outs, args, config: Config) -> None:
@@ -129,4 +131,4 @@ def run(outs, args, config: Config) -> None:
     arguments, constants = _arguments(config, *args)
     blocks = triton.cdiv(q.shape[1], config.heads) + 2 * triton.cdiv(k.shape[1], config.heads)
     options = {"num_warps": config.num_warps}
-    triton_glue.launch(_rope_cache_write, (q.shape[0] * blocks,), arguments, constants, options)
+    triton_glue.legacy_launch(_rope_cache_write, (q.shape[0] * blocks,), arguments, constants, options)

@@ -4,13 +4,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.errors import BadInput
-from tilery.op import op
+from tilery.base.errors import BadInput
+from tilery.base.spec import Case, Cost, TensorSpec, case
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.ops.argmax import ALLOWED, bucket, check, outputs
 from tilery.parts import rows
-from tilery.peers import Compiled, baselines
-from tilery.spec import Case, Cost, TensorSpec, case
 
 _CLOSEST = 1 - 2.0**-24  # to 1, in fp32
 

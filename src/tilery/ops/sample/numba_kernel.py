@@ -6,13 +6,13 @@ A row waits as ranks, integers that order as its values do: to halve between two
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import ZERO, at, exp, f32, load, rank, store_integer, unrank
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import ZERO, at, exp, f32, load, rank, store_integer, unrank
 from tilery.ops.sample import outputs, quarter
 from tilery.parts import numba_rows
 from tilery.parts.numba_rows import Config
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs
 
@@ -133,8 +133,8 @@ def _arguments(outs, logits, seed=0, temperature=1.0, top_k=0, top_p=1.0, min_p=
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_sample, *_arguments(outputs(*specs), *specs))
+    return numba_glue.legacy_compile(_sample, *_arguments(outputs(*specs), *specs))
 
 
 def run(outs, args, config: Config) -> None:
-    numba_glue.launch(_sample, config.parallel, *_arguments(outs, *args))
+    numba_glue.legacy_launch(_sample, config.parallel, *_arguments(outs, *args))

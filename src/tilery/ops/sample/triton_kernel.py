@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import take_over
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import take_over
 from tilery.ops.sample import outputs, quarter
 from tilery.parts.rows import rows
 from tilery.parts.triton_order import first_of_largest, rank
-from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
 
@@ -151,10 +151,10 @@ def _options(config: Config) -> dict[str, int]:
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     arguments, constants = _launch(outputs(*specs), *specs, config)
-    return triton_glue.compile(_sample, arguments, constants, _options(config), arch)
+    return triton_glue.legacy_compile(_sample, arguments, constants, _options(config), arch)
 
 
 def run(outs, args, config: Config) -> None:
     logits, *scalars = args
     arguments, constants = _launch(outs, logits, config, *scalars)
-    triton_glue.launch(_sample, (rows(logits).m,), arguments, constants, _options(config))
+    triton_glue.legacy_launch(_sample, (rows(logits).m,), arguments, constants, _options(config))

@@ -1,11 +1,11 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery.op import op
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines, load
 from tilery.ops.silu_mul_backward import silu_mul_backward
 from tilery.ops.silu_mul_packed_backward import silu_mul_packed_backward
 from tilery.parts import gated, rows
-from tilery.peers import Compiled, baselines, load
 
 
 def _torch(gate: Tensor, up: Tensor | None) -> Tensor:

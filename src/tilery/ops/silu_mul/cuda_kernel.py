@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from tilery.backends import cuda_glue
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages import cuda_glue
 from tilery.parts.rows import joined, rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
 

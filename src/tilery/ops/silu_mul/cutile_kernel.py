@@ -2,12 +2,12 @@
 
 import cuda.tile as ct
 
-from tilery.backends import cutile_glue
-from tilery.backends.cutile_glue import Launch
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import cutile_glue
+from tilery.languages.cutile_glue import LegacyLaunch as Launch
 from tilery.parts import cutile_rows
 from tilery.parts.cutile_rows import Config, matrix
 from tilery.parts.gated import outputs, pair
-from tilery.spec import Artifact, TensorSpec
 
 archs = cutile_rows.archs
 
@@ -59,8 +59,8 @@ def _launch(config: Config, outs, gate, up) -> Launch:
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return cutile_glue.compile(_launch(config, outputs(*specs), *specs), arch)
+    return cutile_glue.legacy_compile(_launch(config, outputs(*specs), *specs), arch)
 
 
 def run(outs, args, config: Config) -> None:
-    cutile_glue.run(_launch(config, outs, *args))
+    cutile_glue.legacy_run(_launch(config, outs, *args))

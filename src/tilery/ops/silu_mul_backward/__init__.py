@@ -1,8 +1,8 @@
 from torch import Tensor
 
-from tilery.op import op
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.parts import gated
-from tilery.peers import Compiled, baselines
 
 
 @op(

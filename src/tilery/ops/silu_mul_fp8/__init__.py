@@ -3,11 +3,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilery.op import op
+from tilery.base.spec import Bucket, Cost, TensorSpec, case
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.ops.quantize_fp8 import in_torch
 from tilery.parts import fp8, gated, rows
-from tilery.peers import Compiled, baselines
-from tilery.spec import Bucket, Cost, TensorSpec, case
 
 PER = ("token", "group")
 

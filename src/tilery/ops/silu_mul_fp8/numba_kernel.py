@@ -1,10 +1,10 @@
 """Rows in parallel over the cores; a row waits in fp32 for its scales."""
 
-from tilery.backends import numba_glue
+from tilery.base.spec import Artifact
+from tilery.languages import numba_glue
 from tilery.ops.silu_mul_fp8 import outputs
 from tilery.parts import numba_quantise, numba_rows
 from tilery.parts.numba_rows import Config, archs
-from tilery.spec import Artifact
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
 
@@ -26,9 +26,9 @@ def _call(outs, gate, up, per, layout, pow2, format):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(*_call(outputs(*specs), *specs))
+    return numba_glue.legacy_compile(*_call(outputs(*specs), *specs))
 
 
 def run(outs, args, config: Config) -> None:
     kernel, *arguments = _call(outs, *args)
-    numba_glue.launch(kernel, config.parallel, *arguments)
+    numba_glue.legacy_launch(kernel, config.parallel, *arguments)

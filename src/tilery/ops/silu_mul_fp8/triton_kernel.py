@@ -1,13 +1,13 @@
 """A program takes a row, or neighbouring groups of 128; the product never leaves registers before it is quantised."""
 
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact
+from tilery.hardware.device import ARCHS
 from tilery.ops.silu_mul_fp8 import outputs
 from tilery.parts import triton_quantise
 from tilery.parts.gated import pair
 from tilery.parts.rows import rows
 from tilery.parts.triton_pieces import Config
 from tilery.parts.triton_quantise import Call
-from tilery.spec import Artifact
 
 archs = ARCHS
 

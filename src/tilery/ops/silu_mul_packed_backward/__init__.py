@@ -1,9 +1,9 @@
 import torch
 from torch import Tensor
 
-from tilery.op import op
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines, load
 from tilery.parts import gated
-from tilery.peers import Compiled, baselines, load
 
 
 @op(

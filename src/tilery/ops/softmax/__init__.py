@@ -1,12 +1,12 @@
 import torch
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.op import op
+from tilery.base.spec import Bucket, Case, Cost, TensorSpec, case
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines, load
 from tilery.ops.softmax_backward import softmax_backward
 from tilery.parts import rows
-from tilery.peers import Compiled, baselines, load
-from tilery.spec import Bucket, Case, Cost, TensorSpec, case
 
 ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 

@@ -3,12 +3,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery import inputs as draw
-from tilery.errors import require
-from tilery.op import op
+from tilery.base.errors import require
+from tilery.base.spec import DTYPES, Bucket, Cost, TensorSpec, case, dtype_name
+from tilery.core import inputs as draw
+from tilery.core.op import op
+from tilery.core.peers import Compiled, baselines
 from tilery.parts import batches
-from tilery.peers import Compiled, baselines
-from tilery.spec import DTYPES, Bucket, Cost, TensorSpec, case, dtype_name
 
 ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 TO = tuple(map(dtype_name, ALLOWED))

@@ -2,12 +2,12 @@
 
 import cuda.tile as ct
 
-from tilery.backends import cutile_glue
-from tilery.backends.cutile_glue import Launch
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import cutile_glue
+from tilery.languages.cutile_glue import LegacyLaunch as Launch
 from tilery.ops.splitk_reduce import outputs
 from tilery.parts import cutile_rows
 from tilery.parts.cutile_rows import Config
-from tilery.spec import Artifact, TensorSpec
 
 archs = cutile_rows.archs
 
@@ -55,11 +55,11 @@ def _launch(config: Config, outs, parts) -> Launch:
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return cutile_glue.compile(_launch(config, outputs(*specs), specs[0]), arch)
+    return cutile_glue.legacy_compile(_launch(config, outputs(*specs), specs[0]), arch)
 
 
 def run(outs, args, config: Config) -> None:
     if args[0].shape[0] == 0:  # a sum of nothing
         outs[0].zero_()
         return
-    cutile_glue.run(_launch(config, outs, args[0]))
+    cutile_glue.legacy_run(_launch(config, outs, args[0]))

@@ -3,13 +3,13 @@
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, STORAGE, ZERO, at, f32, load, store
+from tilery.base.spec import DTYPES, Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import FP32, STORAGE, ZERO, at, f32, load, store
 from tilery.ops.splitk_reduce import outputs
 from tilery.parts import numba_rows
 from tilery.parts.numba_rows import Config, archs
 from tilery.parts.numba_stream import BLOCK, buffer
-from tilery.spec import DTYPES, Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
 
@@ -63,8 +63,8 @@ def _arguments(outs, parts):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_reduce, *_arguments(outputs(*specs), specs[0]))
+    return numba_glue.legacy_compile(_reduce, *_arguments(outputs(*specs), specs[0]))
 
 
 def run(outs, args, config: Config) -> None:
-    numba_glue.launch(_reduce, config.parallel, *_arguments(outs, args[0]))
+    numba_glue.legacy_launch(_reduce, config.parallel, *_arguments(outs, args[0]))

@@ -3,15 +3,15 @@
 import numpy as np
 from numba import prange
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import FP32, ZERO, at, exp, f32, load, store, store_integer
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import FP32, ZERO, at, exp, f32, load, store, store_integer
 from tilery.ops.topk_softmax import outputs
 from tilery.parts import numba_rows
 from tilery.parts.numba_order import order
 from tilery.parts.numba_rows import Config
 from tilery.parts.numba_softmax import row_sums
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = numba_rows.archs
 
@@ -78,8 +78,8 @@ def _arguments(outs, logits, k, renormalize):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_topk_softmax, *_arguments(outputs(*specs), *specs))
+    return numba_glue.legacy_compile(_topk_softmax, *_arguments(outputs(*specs), *specs))
 
 
 def run(outs, args, config: Config) -> None:
-    numba_glue.launch(_topk_softmax, config.parallel, *_arguments(outs, *args))
+    numba_glue.legacy_launch(_topk_softmax, config.parallel, *_arguments(outs, *args))

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import take_over
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import take_over
 from tilery.ops.topk_softmax import outputs
 from tilery.parts.rows import rows
 from tilery.parts.triton_order import rank
-from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
 
@@ -88,10 +88,10 @@ def _launch(outs, logits, k: int, renormalize: bool, config: Config):
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     arguments, constants = _launch(outputs(*specs), *specs, config)
-    return triton_glue.compile(_topk_softmax, arguments, constants, {"num_warps": config.num_warps}, arch)
+    return triton_glue.legacy_compile(_topk_softmax, arguments, constants, {"num_warps": config.num_warps}, arch)
 
 
 def run(outs, args, config: Config) -> None:
     arguments, constants = _launch(outs, *args, config)
     grid = (triton.cdiv(rows(args[0]).m, config.rows),)
-    triton_glue.launch(_topk_softmax, grid, arguments, constants, {"num_warps": config.num_warps})
+    triton_glue.legacy_launch(_topk_softmax, grid, arguments, constants, {"num_warps": config.num_warps})

@@ -7,14 +7,14 @@ from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic
 
-from tilery.backends import numba_glue
-from tilery.backends.numba_glue import ZERO, at, move
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import ZERO, at, move
 from tilery.ops.transpose import outputs
 from tilery.parts import numba_rows, numba_stream
 from tilery.parts.numba_rows import Config, archs
 from tilery.parts.numba_stream import LINE, finish, store_past, too_large
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 __all__ = ["Config", "archs", "compile", "configs", "default", "refusal", "run"]
 
@@ -135,8 +135,8 @@ def _arguments(outs, x):
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
-    return numba_glue.compile(_transpose, *_arguments(outputs(*specs), *specs))
+    return numba_glue.legacy_compile(_transpose, *_arguments(outputs(*specs), *specs))
 
 
 def run(outs, args, config: Config) -> None:
-    numba_glue.launch(_transpose, config.parallel, *_arguments(outs, *args))
+    numba_glue.legacy_launch(_transpose, config.parallel, *_arguments(outs, *args))

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from tilery.backends import triton_glue
-from tilery.backends.triton_glue import take_over
-from tilery.device import ARCHS
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.hardware.device import ARCHS
+from tilery.languages import triton_glue
+from tilery.languages.triton_glue import take_over
 from tilery.ops.transpose import outputs
 from tilery.parts import triton_fp8
 from tilery.parts.rows import rows
-from tilery.spec import Artifact, TensorSpec
 
 archs = ARCHS
 
@@ -67,9 +67,9 @@ def _call(outs, config: Config, x):
 
 def compile(specs, config: Config, arch: str) -> Artifact:
     _, arguments, constants = _call(outputs(*specs), config, *specs)
-    return triton_glue.compile(_transpose, arguments, constants, {"num_warps": config.num_warps}, arch)
+    return triton_glue.legacy_compile(_transpose, arguments, constants, {"num_warps": config.num_warps}, arch)
 
 
 def run(outs, args, config: Config) -> None:
     grid, arguments, constants = _call(outs, config, *args)
-    triton_glue.launch(_transpose, grid, arguments, constants, {"num_warps": config.num_warps})
+    triton_glue.legacy_launch(_transpose, grid, arguments, constants, {"num_warps": config.num_warps})

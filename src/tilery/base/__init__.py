@@ -1,0 +1,1 @@
+"""What everything rests on: errors, settings, specs, files. Imports nothing else of Tilery."""

@@ -1,0 +1,97 @@
+"""The languages. A missing package is a reason to refuse, with its pip command; a broken import is a bug."""
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tilery.hardware import device
+
+
+@dataclass(frozen=True)
+class Language:
+    name: str
+    packages: tuple[str, ...]  # what must be importable
+    distribution: str  # what carries its version
+    install: str  # the command that adds it
+    glue: str  # module with what is per language and not per op
+
+
+def _language(name: str, packages: str, distribution: str, extra: str = "") -> Language:
+    install = f"pip install 'tilery[{extra}]'" if extra else f"pip install {distribution}"
+    return Language(name, tuple(packages.split()), distribution, install, f"tilery.languages.{name}_glue")
+
+
+LANGUAGES = {
+    language.name: language
+    for language in (
+        _language("triton", "triton", "triton"),
+        _language("gluon", "triton.experimental.gluon", "triton"),
+        _language("tilelang", "tilelang", "tilelang", "tilelang"),
+        _language("cutile", "cuda.tile", "cuda-tile", "cutile"),
+        _language("cuda", "cuda.bindings", "cuda-bindings", "cuda"),
+        _language("cupy", "cupy", "cupy-cuda13x", "cupy"),
+        _language("numba", "numba", "numba", "numba"),
+        _language("numba_cuda", "numba_cuda cuda.core", "numba-cuda", "numba-cuda"),
+    )
+}
+
+
+def language(kernel: str) -> Language:
+    return LANGUAGES[kernel.partition(".")[0]]
+
+
+def load(kernel: str) -> ModuleType:
+    """The glue of the kernel's language, imported on first use."""
+    return importlib.import_module(language(kernel).glue)
+
+
+def installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the parent of a dotted name is not there
+        return False
+
+
+def version(lang: Language) -> str | None:
+    try:
+        return importlib.metadata.version(lang.distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def missing(kernel: str) -> str | None:
+    lang = language(kernel)
+    absent = [package for package in lang.packages if not installed(package)]
+    return f"{lang.name} is not installed: {lang.install} (no {', '.join(absent)})" if absent else None
+
+
+def serves(built: str, present: str) -> bool:
+    """Code built for sm_80 runs on sm_86, not on sm_90: same major, minor no smaller."""
+    if "cpu" in (built, present):
+        return built == present
+    b, p = (int(arch.removeprefix("sm_")) for arch in (built, present))
+    return b // 10 == p // 10 and b <= p
+
+
+def refusal(kernel: str, where: torch.device, archs: tuple[str, ...], specs: tuple[Any, ...]) -> str | None:
+    """Why a kernel that builds for `archs` cannot run in this process on this device."""
+    unable = getattr(load(kernel), "machine_refusal", None)
+    if unable and (why := unable()):
+        return why
+    wants = "a CPU tensor" if archs == ("cpu",) else "a CUDA tensor"
+    if where.type == "cpu" and "cpu" not in archs:
+        interpreter = getattr(load(kernel), "interpreter_refusal", None)
+        return interpreter(specs) if interpreter else f"needs {wants}, got one on {where}"
+    if where.type != "cpu" and (where.type != "cuda" or archs == ("cpu",)):
+        return f"needs {wants}, got one on {where}"
+    present = device.arch(where)
+    if not any(serves(arch, present) for arch in archs):
+        return f"builds for {', '.join(archs)}, and {where} is {present}"
+    return None

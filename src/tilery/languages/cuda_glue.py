@@ -1,0 +1,259 @@
+"""CUDA C++: compile a launch through NVRTC for an architecture that need not be present, and run it on torch's stream.
+
+In a `Launch`, `kernel` is a `Source`, `constants` are the parameters of its template and `options` has `threads` (of a
+block) and `shared` (bytes of dynamic shared memory). Which arguments it takes is read from the source. Tensors are
+passed as addresses, or as tensor maps (`tensor_maps.TensorMapOf`) for TMA.
+"""
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from cuda.bindings import driver
+
+from tilery.base.errors import CompileFailed
+from tilery.base.launch import Argument, Launch, Persistent, Values, resolver
+from tilery.base.spec import Artifact, TensorSpec
+from tilery.hardware import device
+from tilery.languages import cuda_signature, toolkit
+from tilery.languages.cuda_compiler import HEADERS, Built, compile_source
+from tilery.languages.cuda_signature import TENSOR_MAP, Signature, Struct
+
+TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+
+_EARLY = 90  # the first whose kernels may start while the one before ends
+_NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
+_PARAMETERS = {"P": ctypes.c_void_p, "q": ctypes.c_longlong, "i": ctypes.c_int, "f": ctypes.c_float, "T": None}
+
+
+class Source(NamedTuple):
+    """A kernel in a .cu file."""
+
+    path: Path
+    name: str
+
+    @property
+    def text(self) -> str:
+        return _text_of(self.path)
+
+    @property
+    def signature(self) -> Signature:
+        return cuda_signature.find(self.text, self.name, "".join(HEADERS.values()))
+
+
+@functools.cache
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
+    """What runs the launch for a call's values, on the current device and torch's current stream."""
+    kernel, signature = _kernel_of(launch), launch.kernel.signature
+    arguments = [
+        _Packed(p.type.layout, value) if isinstance(p.type, Struct) else value
+        for p, value in zip(signature.parameters, signature.ordered(launch.args))
+    ]
+    resolved = resolver(tuple(arguments), _of_tensor)
+    blocks = launch.grid
+    if isinstance(blocks, Persistent):
+        blocks = min(blocks.most, kernel.resident() // launch.cluster * launch.cluster)
+    assert isinstance(blocks, int), "a grid of CUDA kernels here is one number"
+    return lambda values: kernel.launch(blocks, *resolved(values))
+
+
+def compile(launch: Launch, arch: str) -> Artifact:
+    return _kernel_of(launch).compile(arch)
+
+
+def _kernel_of(launch: Launch) -> "Kernel":
+    source, signature = launch.kernel, launch.kernel.signature
+    instance = signature.instance({name: TYPES.get(value, value) for name, value in launch.constants.items()})
+    types = tuple(None if isinstance(p.type, Struct) or p.type == TENSOR_MAP else p.type for p in signature.parameters)
+    options = launch.options["threads"], launch.options.get("shared", 0), launch.cluster, launch.pdl
+    return _kernel(source.path, instance, types, *options)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kernel(*how: Any) -> "Kernel":
+    return Kernel(*how)
+
+
+def _of_tensor(x: Argument) -> Callable[[Values], Any]:
+    return x.address
+
+
+class _Packed:
+    """The fields of a struct, as an argument of a launch."""
+
+    def __init__(self, layout: type[ctypes.Structure], fields: tuple[Any, ...]) -> None:
+        self._layout, self._resolved = layout, resolver(fields, _of_tensor)
+
+    def bound(self, values: Values) -> "_Struct":
+        return _Struct(self._layout(*self._resolved(values)))
+
+
+class _Struct:
+    """Memory with a struct, as cuda.bindings takes an argument whose type it does not know."""
+
+    def __init__(self, made: ctypes.Structure) -> None:
+        self._made = made
+
+    def getPtr(self) -> int:  # noqa: N802  the name that cuda.bindings asks for
+        return ctypes.addressof(self._made)
+
+
+class Kernel:
+    """One instance of a template in a .cu file, and how it is launched: blocks and threads in one dimension."""
+
+    def __init__(
+        self,
+        source: Path,
+        name: str,
+        parameters: Any,
+        threads: int,
+        shared: int = 0,
+        cluster: int = 1,
+        early: bool = False,
+    ) -> None:
+        """`parameters`: P pointer, q and i integers of 64 and 32 bits, f float, T a TensorMap by value.
+
+        `shared`: bytes of dynamic memory. `cluster`: neighbouring blocks that run at once and see each other's shared
+        memory, from sm_90 on. `early`: there too, blocks may start while the kernel before ends, and call `take_over`.
+        """
+        self.source, self.name, self.threads, self.shared, self.cluster = source, name, threads, shared, cluster
+        self.early = early
+        self._local = threading.local()  # .hows: device -> a launch's configuration, of which grid and stream change
+        self._types = tuple(_PARAMETERS[p] for p in parameters) if isinstance(parameters, str) else parameters
+        self._functions: dict[int, Any] = {}  # device -> the loaded kernel
+        self._resident: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def build(self, arch: str) -> Built:
+        return compile_source(self.source.read_text(encoding="utf-8"), (self.name,), arch, file=self.source.name)
+
+    def compile(self, arch: str) -> Artifact:
+        built = self.build(arch)
+        if self.early and _can_start_early(arch) and "griddepcontrol.wait" not in built.ptx:
+            raise CompileFailed(f"{self.name} starts early, so it must call take_over() before it touches memory")
+        used = toolkit.resources(built.cubin)
+        code = {"cuda": self.source.read_text(encoding="utf-8"), "ptx": built.ptx}
+        return Artifact(arch, code, built.cubin, used.registers, used.spills, used.shared + self.shared)
+
+    def launch(self, blocks: int, *values: Any) -> None:
+        """On the current device and torch's current stream; builds and loads at the first launch there."""
+        index = torch._C._cuda_getDevice()
+        function = self._functions.get(index) or self._load(index)
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        status = self._submit(function, index, blocks, stream, values)
+        if status == _NO_CONTEXT:  # this thread's first
+            _make_context_current(index)
+            status = self._submit(function, index, blocks, stream, values)
+        if status:
+            _raise(status, f"launching {self.name} with {blocks} blocks of {self.threads} threads")
+
+    def resident(self) -> int:
+        """Blocks that run at once on the current device."""
+        index = torch._C._cuda_getDevice()
+        if index not in self._resident:
+            function = self._functions.get(index) or self._load(index)
+            asked = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, self.threads, self.shared)
+            each = _result(asked, f"asking how many blocks of {self.name} an SM runs")
+            self._resident[index] = each * torch.cuda.get_device_properties(index).multi_processor_count
+        return self._resident[index]
+
+    def _submit(self, function: Any, index: int, blocks: int, stream: int, values: tuple[Any, ...]) -> Any:
+        arguments = values, self._types
+        if self.cluster == 1 and not self.early:
+            sizes = blocks, 1, 1, self.threads, 1, 1, self.shared
+            return driver.cuLaunchKernel(function, *sizes, stream, arguments, 0)[0]
+        try:
+            how = self._local.hows[index]
+        except (AttributeError, KeyError):
+            how = self._configured(index)
+        how.gridDimX, how.hStream = blocks, stream
+        return driver.cuLaunchKernelEx(how, function, arguments, 0)[0]
+
+    def _configured(self, index: int) -> Any:
+        """Kept for each thread: to make one takes longer than to launch."""
+        how = self._local.__dict__.setdefault("hows", {})[index] = driver.CUlaunchConfig()
+        how.gridDimY, how.gridDimZ, how.sharedMemBytes = 1, 1, self.shared
+        how.blockDimX, how.blockDimY, how.blockDimZ = self.threads, 1, 1
+        early = self.early and _can_start_early(device.arch(torch.device("cuda", index)))
+        how.attrs = ([_clusters_of(self.cluster)] if self.cluster > 1 else []) + ([_early()] if early else [])
+        how.numAttrs = len(how.attrs)
+        return how
+
+    def _load(self, index: int) -> Any:
+        """Never unloaded: a captured CUDA graph may hold the kernel longer than we do."""
+        with self._lock:
+            if index not in self._functions:
+                _make_context_current(index)
+                built = self.build(device.arch(torch.device("cuda", index)))
+                module = _result(driver.cuModuleLoadData(built.cubin), f"loading {self.name}")
+                symbol = built.symbols[self.name].encode()
+                function = _result(driver.cuModuleGetFunction(module, symbol), f"finding {self.name}")
+                if self.shared:
+                    most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                    asked = driver.cuFuncSetAttribute(function, most, self.shared)
+                    _result(asked, f"giving {self.name} {self.shared} bytes of shared memory")
+                self._functions[index] = function
+            return self._functions[index]
+
+
+@functools.cache
+def _clusters_of(blocks: int) -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size = attribute.value.clusterDim
+    size.x, size.y, size.z = blocks, 1, 1
+    return attribute
+
+
+def _can_start_early(arch: str) -> bool:
+    return device.number(arch) >= _EARLY
+
+
+@functools.cache
+def _early() -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+def width(tensors: tuple[Any, ...], *steps: int) -> int:
+    """Values per access: 16 bytes of them where all tensors (or specs) and steps keep to 16 bytes, else 1."""
+    values = 16 // tensors[0].dtype.itemsize
+    for t in tensors:
+        if not (t.aligned if isinstance(t, TensorSpec) else t.data_ptr() & 15 == 0):
+            return 1
+    for step in steps:
+        if step % values:
+            return 1
+    return values
+
+
+# The driver
+
+
+def _raise(status: Any, doing: str) -> None:
+    (_, text) = driver.cuGetErrorString(status)
+    raise RuntimeError(f"CUDA: {doing}: {status.name} ({(text or b'').decode()})")
+
+
+def _result(answer: tuple[Any, ...], doing: str) -> Any:
+    if answer[0]:
+        _raise(answer[0], doing)
+    return answer[1] if len(answer) > 1 else None
+
+
+def _make_context_current(index: int) -> None:
+    """A thread that has not called the runtime yet has no context, and torch's allocator need not have called it."""
+    if not int(_result(driver.cuCtxGetCurrent(), "asking for the context")):
+        ordinal = _result(driver.cuDeviceGet(index), f"finding device {index}")
+        context = _result(driver.cuDevicePrimaryCtxRetain(ordinal), f"opening device {index}")
+        _result(driver.cuCtxSetCurrent(context), f"using device {index}")

@@ -1,0 +1,1 @@
+"""Measuring one kernel: timing, ceilings, checking against float64, compiling in a child process, storing rows."""

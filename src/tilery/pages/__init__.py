@@ -1,0 +1,1 @@
+"""What stored runs are shown as: the report, plots, comparisons, summaries."""
