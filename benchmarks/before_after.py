@@ -28,7 +28,7 @@ import torch
 
 import tilery.ops  # noqa: F401  fills the registry
 from tilery.cli.common import parsed_case
-from tilery.core import dispatch
+from tilery.core import plan as plan_module
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
 from tilery.measure import timing
@@ -99,7 +99,7 @@ def measured(name: str, text: str, before: dict, depth: timing.Depth) -> dict:
 
 
 def _outputs(op, made) -> tuple:
-    return () if op.mutates or made is None else dispatch.packed(made)
+    return () if op.mutates or made is None else plan_module.packed(made)
 
 
 def _ratios(found: timing.Timing) -> list[float]:

@@ -14,8 +14,8 @@ import torch
 
 import tilery.ops  # noqa: F401  fills the registry
 from tilery.base.spec import TensorSpec
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
-from tilery.measure.compile import specs_for
 
 ODD = ("layout", "special", "wrong", "outside")
 BATCH, BATCHES, ROUNDS = 100, 50, 5
@@ -50,7 +50,7 @@ def smallest(op):
     for case in op.cases["test"]:
         usual = set(case.params).isdisjoint(ODD) and case.params.get("out", case.params.get("dtype", "fp32")) == "fp32"
         given = specs_for(op, case)
-        if usual and elements(op.outputs(*given) or given):  # an op in place has no outputs of its own
+        if usual and elements(op.output_specs(op.call(given)) or given):  # an op in place has no outputs of its own
             found.append((elements(given), case))
     return min(found, key=lambda each: each[0])[1]
 

@@ -5,7 +5,7 @@ import math
 import torch
 
 from tilery.base.spec import TensorSpec
-from tilery.measure.compile import specs_for
+from tilery.core.cases import specs_for
 
 
 def home(language):

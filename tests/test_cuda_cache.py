@@ -12,7 +12,7 @@ from tilery.base.errors import CompileFailed
 
 pytest.importorskip("cuda.bindings", reason="CUDA C++ is not installed: pip install 'tilery[cuda]'")
 
-from tilery.languages import cuda_glue
+from tilery.languages import cuda_glue, toolkit
 
 SOURCE = """#include "tilery.cuh"
 template <typename T, int N>

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tilery import languages as backends
+from tilery import languages
 
-if why := backends.missing("cuda"):
+if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
 from tilery.base.errors import CompileFailed

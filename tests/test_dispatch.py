@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilery
-from tilery import languages as backends
+from tilery import languages
 from tilery.base import settings
 from tilery.base.errors import BadInput, NoBackend, NoBackward
 from tilery.base.spec import Bucket, TensorSpec
@@ -97,14 +97,14 @@ def test_tensors_on_two_devices_are_named():
 
 
 def test_error_lists_every_refusal_with_the_pip_command(monkeypatch):
-    monkeypatch.setattr(backends, "installed", lambda package: package not in ("numba", "tilelang"))
-    backends.missing.cache_clear()
+    monkeypatch.setattr(languages, "installed", lambda package: package not in ("numba", "tilelang"))
+    languages.missing.cache_clear()
     rms_norm.plans.clear()
     try:
         with pytest.raises(NoBackend) as caught:
             rms_norm(X.bfloat16(), W.bfloat16())
     finally:
-        backends.missing.cache_clear()
+        languages.missing.cache_clear()
     said = str(caught.value)
     assert all(f"\n  {kernel}: " in said for kernel in rms_norm.kernels)
     assert "numba: numba is not installed: pip install 'tilery[numba]' (no numba)" in said
@@ -212,8 +212,8 @@ def test_a_call_imports_no_language_but_its_own():
 
 
 def test_an_architecture_that_is_not_claimed_is_refused(monkeypatch):
-    monkeypatch.setattr(backends.device, "arch", lambda where: "sm_75")
-    why = backends.refusal("cuda", torch.device("cuda", 0), ("sm_80", "sm_90"), ())
+    monkeypatch.setattr(languages.device, "arch", lambda where: "sm_75")
+    why = languages.refusal("cuda", torch.device("cuda", 0), ("sm_80", "sm_90"), ())
     assert why == "builds for sm_80, sm_90, and cuda:0 is sm_75"
 
 
@@ -223,7 +223,7 @@ def test_an_architecture_that_is_not_claimed_is_refused(monkeypatch):
      ("sm_100", "sm_103", True), ("sm_120", "sm_100", False), ("cpu", "cpu", True), ("cpu", "sm_90", False)],
 )  # fmt: skip
 def test_which_code_serves_which_card(built, present, runs):
-    assert backends.serves(built, present) is runs
+    assert languages.serves(built, present) is runs
 
 
 def test_buckets_group_what_one_config_may_serve():

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from cases import plain_case
-from tilery.core import dispatch
+from tilery.core import plan as plan_module
 from tilery.core.op import REGISTRY, Op
 
 GRADED = [pytest.param(op, id=op.name) for op in REGISTRY.values() if op.backward is not None]
@@ -54,7 +54,7 @@ def test_gradients_through_the_kernels_are_those_of_the_references(op):
             a.detach().to(dtype).requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a
             for a in args
         ]
-        outs = dispatch.packed(call(*given))
+        outs = plan_module.packed(call(*given))
         g = torch.Generator().manual_seed(5)
         loss = sum((out * torch.randn(out.shape, generator=g)).sum() for out in outs if out.requires_grad)
         loss.backward()

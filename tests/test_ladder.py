@@ -7,24 +7,24 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.spec import case
 from tilery.cli import app
 from tilery.cli import ladder as verb
+from tilery.core.cases import specs_for
 from tilery.hardware import device
 from tilery.measure import ceilings
 from tilery.measure.ceilings import Ceilings
-from tilery.measure.compile import specs_for
 from tilery.measure.result import Row
 from tilery.measure.timing import Depth
 from tilery.workbench.bench import BASE
 
-if why := backends.missing("cuda"):
+if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
 from tilery.ladder import measure, plot
 from tilery.ladder.rungs import RUNGS, Rung, product
-from tilery.languages import cuda_glue, tensor_maps
+from tilery.languages import cuda_glue, tensor_maps, toolkit
 
 FILES = [rung for rung in RUNGS.values() if isinstance(rung, Rung)]
 # What the idea of a rung looks like in SASS; with "!" what it is rid of.

@@ -12,7 +12,7 @@ import tilery.ops
 from cases import plain_case
 from tilery.base.errors import BadInput
 from tilery.base.spec import Bucket, Cost, TensorSpec, case
-from tilery.core import dispatch
+from tilery.core import plan as plan_module
 from tilery.core.op import REGISTRY, Op
 
 OPS = pytest.mark.parametrize("op", list(REGISTRY.values()), ids=lambda op: op.name)
@@ -30,7 +30,7 @@ def results(call, args):
     """What it returns and what it leaves in its arguments, all as one flat list of tensors."""
     given = copies(args)
     made = call(*given)
-    return [*(dispatch.packed(made) if made is not None else ()), *(a for a in given if isinstance(a, Tensor))]
+    return [*(plan_module.packed(made) if made is not None else ()), *(a for a in given if isinstance(a, Tensor))]
 
 
 def same(found, expected):
@@ -77,8 +77,8 @@ def test_fake_tensors_plan_nothing(op):
         made = op(*args)
     assert not len(op.plans)
     real = op(*arguments(op))
-    assert [t.shape for t in dispatch.packed(made) if t is not None] == [
-        t.shape for t in dispatch.packed(real) if t is not None
+    assert [t.shape for t in plan_module.packed(made) if t is not None] == [
+        t.shape for t in plan_module.packed(real) if t is not None
     ]
 
 

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("numba")
 from numba import prange
 
-from tilery.languages import numba_cache, numba_elements, numba_glue
+from tilery.languages import numba_elements, numba_glue
 from tilery.languages.numba_elements import f32, load, store
 
 FORMATS = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
@@ -80,14 +80,14 @@ def test_damaged_code_on_disk_is_built_anew(suffix, damage):
     assert tensors[0].tolist() == [2.0] * 3 and sum(again.stats.cache_misses.values()) == 1
     numba_glue.launch(after, False, tensors, 3)
     assert sum(after.stats.cache_hits.values()) == 1, "what was damaged was not replaced"
-    assert all(numba_cache._read(str(path)) for path in kept)  # raises for a damaged one
+    assert all(numba_glue._read(str(path)) for path in kept)  # raises for a damaged one
 
 
 def test_a_full_disk_costs_the_cache_and_not_the_call(monkeypatch):
     def full(self, path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(numba_cache._HashedFiles, "_write", full)
+    monkeypatch.setattr(numba_glue._HashedFiles, "_write", full)
     one, tensors = (
         numba_glue.kernel(lambda threads, target, n, dtype: store(target, 0, f32(n), dtype)),
         (torch.zeros(1),),

@@ -5,7 +5,7 @@ import torch
 
 import tilery
 from tilery.base.errors import BadInput, NoBackend
-from tilery.core import dispatch
+from tilery.core import plan as plan_module
 from tilery.ops import rms_norm, softmax
 
 X, W = torch.randn(4, 8), torch.randn(8)
@@ -52,8 +52,8 @@ def test_a_tensor_on_the_first_device_runs_there_while_the_second_is_current(mon
             current[0] = self.before
 
     monkeypatch.setattr(torch.cuda, "device", Guard)
-    monkeypatch.setattr(dispatch, "_current_device", lambda: current[0])
-    dispatch.Plan("t", "t", None, "default", torch.device("cuda", 0), (), (), lambda *_: log.append(current[0]))(())
+    monkeypatch.setattr(plan_module, "_current_device", lambda: current[0])
+    plan_module.Plan("t", "t", None, "default", torch.device("cuda", 0), (), (), lambda *_: log.append(current[0]))(())
     assert log == [0] and current == [1]
 
 

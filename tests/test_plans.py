@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilery.base import settings
 from tilery.base.spec import TensorSpec
-from tilery.core import dispatch, tuned
+from tilery.core import plan as plan_module
+from tilery.core import tuned
 from tilery.ops import rms_norm, softmax
 
 X, W = torch.randn(4, 8), torch.randn(8)
@@ -71,11 +72,11 @@ def test_recent_plans_are_few_and_dropped_with_the_others():
 
 def fake_plan(**more):
     blank = {"op": "t", "kernel": "t", "config": None, "source": "default", "device": torch.device("cpu"), "outs": ()}
-    return dispatch.Plan(**blank | {"workspace": (), "run": lambda *_: None} | more)
+    return plan_module.Plan(**blank | {"workspace": (), "run": lambda *_: None} | more)
 
 
 def test_plans_drop_what_was_used_least_recently():
-    plans = dispatch.Plans(limit=4)
+    plans = plan_module.Plans(limit=4)
     for key in "abcd":
         plans.make(key, fake_plan)
     plans.get("a")
@@ -84,7 +85,7 @@ def test_plans_drop_what_was_used_least_recently():
 
 
 def test_one_new_problem_in_eight_threads_is_planned_once():
-    plans, made, gate = dispatch.Plans(), [], threading.Barrier(8)
+    plans, made, gate = plan_module.Plans(), [], threading.Barrier(8)
 
     def make():
         made.append(1)
@@ -101,7 +102,7 @@ def test_one_new_problem_in_eight_threads_is_planned_once():
 
 
 def test_a_failed_plan_is_not_remembered():
-    plans = dispatch.Plans()
+    plans = plan_module.Plans()
     with pytest.raises(ZeroDivisionError):
         plans.make("key", lambda: 1 // 0)
     assert plans.make("key", fake_plan) is plans.get("key")
@@ -112,7 +113,7 @@ def test_ten_thousand_shapes_do_not_grow_memory():
         rms_norm.plans.make(("shape", n), fake_plan)
     assert len(rms_norm.plans) <= rms_norm.plans.limit
     gc.collect()
-    assert sum(type(o) is dispatch.Plan for o in gc.get_objects()) < 2 * rms_norm.plans.limit
+    assert sum(type(o) is plan_module.Plan for o in gc.get_objects()) < 2 * rms_norm.plans.limit
     rms_norm.plans.clear()
 
 
@@ -156,7 +157,7 @@ def test_a_tensor_on_the_second_device_runs_there(monkeypatch):
             log.append(f"exit {self.index}")
 
     monkeypatch.setattr(torch.cuda, "device", Guard)
-    monkeypatch.setattr(dispatch, "_current_device", lambda: int(log[-1][-1]) if log and "enter" in log[-1] else 0)
+    monkeypatch.setattr(plan_module, "_current_device", lambda: int(log[-1][-1]) if log and "enter" in log[-1] else 0)
     for index in (0, 1):
         plan = fake_plan(device=torch.device("cuda", index), run=lambda *_, i=index: log.append(f"run {i}"))
         plan(())

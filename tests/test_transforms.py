@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tilery
 from cases import plain_case
 from tilery.base.errors import BadInput, NoBackward
-from tilery.core import dispatch
+from tilery.core import plan as plan_module
 from tilery.core.op import REGISTRY
 
 OPS = pytest.mark.parametrize("op", list(REGISTRY.values()), ids=lambda op: op.name)
@@ -113,7 +113,7 @@ def test_a_gradient_of_no_rows(op):
     params = plain_case(op).params
     args = op.complete((), op.inputs(**params | {"m": 0}, device="cpu", seed=1))
     given = [a.requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
-    outs = dispatch.packed(op(*given))
+    outs = plan_module.packed(op(*given))
     sum(out.sum() for out in outs if out.requires_grad).backward()
     for a in given:
         if isinstance(a, Tensor) and a.grad is not None:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.spec import TensorSpec
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
 
 
 def test_a_launch_finds_what_was_compiled_ahead():
-    if why := backends.missing("triton"):
+    if why := languages.missing("triton"):
         pytest.skip(why)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("triton_keys.py")
@@ -34,7 +34,7 @@ def test_a_launch_finds_what_was_compiled_ahead():
      (False, "sm_90", False, False), (True, "sm_90", True, False)],
 )  # fmt: skip
 def test_a_kernel_starts_early_where_it_says_so_and_the_device_can(monkeypatch, marked, arch, interpreted, early):
-    if why := backends.missing("triton"):
+    if why := languages.missing("triton"):
         pytest.skip(why)
     from tilery.languages import triton_glue
 

@@ -15,10 +15,10 @@ from triton.runtime import jit
 
 import tilery.ops  # noqa: F401  fills the registry
 from tilery.base.errors import CompileFailed
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
-from tilery.languages import triton_glue
-from tilery.measure.compile import specs_for
+from tilery.languages import toolkit, triton_glue
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 compiled, launched = set(), set()
@@ -68,7 +68,7 @@ def found(op):
     module.compile(specs, config, "sm_90")
     args = op.complete((), op.inputs(**case.params, device="cpu", seed=0))
     more = module.workspace(*specs, config=config) if hasattr(module, "workspace") else ()
-    module.run(tuple(map(on_cpu, op.outputs(*specs))), args, config, *map(on_cpu, more))
+    module.run(tuple(map(on_cpu, op.output_specs(op.call(specs)))), args, config, *map(on_cpu, more))
     names = {name for name, *_ in compiled}
     return bool(launched) and {k for k in launched if k[0] in names} <= compiled
 

@@ -1,8 +1,9 @@
 """GPU kernels for language models: written, checked, tuned, measured, explained and used, in every tile language."""
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tilery.catalogue import OPS
 
 __version__ = "0.1.0"
 
@@ -14,14 +15,13 @@ if TYPE_CHECKING:
     from tilery.patch import register_attention as register_attention
     from tilery.tuning import tune as tune
 
-# Imported on first use, so that `tilery --help` does not wait for torch. An op is its folder.
+# Imported on first use, so that `tilery --help` does not wait for torch.
 _MODULES = ("errors", "tuning")
 _PUBLIC = {
     "explain_dispatch": "tilery.core.policy",
     "tune": "tilery.tuning",
     "register_attention": "tilery.patch",
-    "grouped_matmul_list": "tilery.ops",
-} | {folder.parent.name: "tilery.ops" for folder in sorted((Path(__file__).parent / "ops").glob("*/__init__.py"))}
+} | dict.fromkeys(OPS, "tilery.ops")
 __all__ = ["__version__", *_MODULES, *_PUBLIC]
 
 

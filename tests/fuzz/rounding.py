@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery.core import dispatch
+from tilery.core import plan as plan_module
 from tilery.core.op import Op
 from tilery.measure.check import Limits, Right
 from tilery.measure.judge import half_steps
@@ -56,7 +56,7 @@ def _reference32(op: Op, args: tuple[Any, ...], seed: int) -> Right:
         result = op.reference(*given)
     finally:
         torch.set_flush_denormal(False)
-    return (() if result is None else dispatch.packed(result)) + tuple(given[i] for i in op.mutated)
+    return (() if result is None else plan_module.packed(result)) + tuple(given[i] for i in op.mutated)
 
 
 def _largest(a: Any) -> float:

@@ -11,7 +11,8 @@ from fuzz.guards import Guarded
 from fuzz.rounding import explained
 from tilery.base.errors import BadInput, NoBackend, NoBackward, Wrong
 from tilery.base.spec import TensorSpec
-from tilery.core import dispatch
+from tilery.core import plan as plan_module
+from tilery.core import policy
 from tilery.core.op import REGISTRY, Op
 from tilery.measure.check import check_call, reference
 from tilery.measure.place import place
@@ -75,7 +76,7 @@ class _Attempt:
         return self._made[-1] if self.fill is None else self._made[-1].fill_(self.fill)
 
     def launch(self, config: Any) -> None:
-        plan = dispatch.decide(self.op, self.specs, self.kernel, config)
+        plan = policy.decide(self.op, self.specs, self.kernel, config)
         outs, workspace = (tuple(map(self.allocate, specs)) for specs in (plan.outs, plan.workspace))
         plan.launch(outs, self.args, workspace)
         if plan.device.type == "cuda":
@@ -103,7 +104,7 @@ class _Attempt:
 def _run(op: Op, call: Call, args: tuple[Any, ...]) -> Outcome:
     first, again = _Attempt(op, call, args), _Attempt(op, call, args, fill=77)
     op.validate(first.specs)
-    if why := dispatch.refusal(op, call.kernel, first.specs):
+    if why := policy.refusal(op, call.kernel, first.specs):
         return Outcome("refused", f"{call.kernel}: {why}")
     configs = op.kernel(call.kernel).configs(*first.specs) if call.config is not None else []
     config = configs[call.config % len(configs)] if configs else None
@@ -177,7 +178,7 @@ def _gradients(op: Op, args: tuple[Any, ...]) -> Outcome:
 
 def _graded(call: Any, args: tuple[Any, ...], dtype: torch.dtype) -> list[Tensor | None]:
     given = [a.detach().to(dtype).requires_grad_() if is_float(a) else a for a in args]
-    outs = [out for out in dispatch.packed(call(*given)) if out.requires_grad]
+    outs = [out for out in plan_module.packed(call(*given)) if out.requires_grad]
     g = torch.Generator().manual_seed(5)
     weights = [torch.randn(out.shape, generator=g).to(out.device, dtype) for out in outs]
     kept = [torch.where(out.isfinite(), out, 0.0) for out in outs]

@@ -5,7 +5,7 @@ import pytest
 from fuzz.child import Child
 from fuzz.fuzz import fuzz
 from fuzz.run import BAD_INPUT, NOT_DRAWN
-from tilery import languages as backends
+from tilery import languages
 from tilery.core.op import REGISTRY
 
 KERNELS = [pytest.param(op, kernel, id=f"{op.name}-{kernel}") for op in REGISTRY.values() for kernel in op.kernels]
@@ -20,7 +20,7 @@ def child():
 
 @pytest.mark.parametrize(("op", "kernel"), KERNELS)
 def test_random_calls(op, kernel, child, request):
-    if why := backends.missing(kernel):
+    if why := languages.missing(kernel):
         pytest.skip(why)
     seed, calls = (request.config.getoption(name) for name in ("--fuzz-seed", "--fuzz-calls"))
     report = fuzz(op, kernel, seed, calls, child)

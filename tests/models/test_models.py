@@ -7,8 +7,8 @@ import pytest
 import tilery.ops  # noqa: F401  fills the registry
 from tilery import models
 from tilery.base.errors import BadInput
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
-from tilery.measure.compile import specs_for
 from tilery.workbench import shapes
 
 SMALL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

@@ -12,9 +12,9 @@ from tilery import models
 from tilery.base.errors import BadInput
 from tilery.base.spec import Cost
 from tilery.cli import app
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
 from tilery.measure.ceilings import Ceilings
-from tilery.measure.compile import specs_for
 from tilery.models import plan, roofs
 from tilery.models.steps import DECODE, PREFILL, Pass, steps
 from tilery.workbench.shapes import PRODUCT_ROWS

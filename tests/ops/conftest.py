@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cases import home
-from tilery import languages as backends
+from tilery import languages
 from tilery.hardware import device
 
 
@@ -28,7 +28,7 @@ def hopper():
 @pytest.fixture
 def launches(monkeypatch):
     """What is handed to the driver, without one: kernels with their arguments, and tensor maps."""
-    if why := backends.missing("cuda"):
+    if why := languages.missing("cuda"):
         pytest.skip(why)
     from tilery.languages import cuda_glue, tensor_maps
     from tilery.parts import hopper_paged_attention

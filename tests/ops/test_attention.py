@@ -9,10 +9,10 @@ import torch
 import tilery
 from tilery.base.errors import BadInput
 from tilery.base.spec import TensorSpec, case
-from tilery.core import dispatch
+from tilery.core import policy
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
-from tilery.measure.compile import specs_for
 from tilery.parts.attention import pairs
 from tilery.parts.attention_cases import draw
 
@@ -200,7 +200,7 @@ def test_configs_that_cannot_be_are_refused(change, arch, words):
     specs = specs_for(OP, case(m=512, n=128, dtype="bf16"))
     with device.pretend(arch):
         config = replace(OP.kernel("triton").default(*specs), **change)
-        assert words in dispatch.problem_refusal(OP, "triton", specs, config)
+        assert words in policy.problem_refusal(OP, "triton", specs, config)
 
 
 def test_tensors_off_16_bytes_and_empty_ones_go_without_tma():
@@ -209,7 +209,7 @@ def test_tensors_off_16_bytes_and_empty_ones_go_without_tma():
         with device.pretend("sm_90"):
             default = OP.kernel("triton").default(*specs)
             assert not default.tma
-            assert "TMA takes" in dispatch.problem_refusal(OP, "triton", specs, replace(default, tma=True))
+            assert "TMA takes" in policy.problem_refusal(OP, "triton", specs, replace(default, tma=True))
 
 
 def test_keys_that_all_sequences_share_in_memory_go_without_tma():
@@ -223,4 +223,4 @@ def test_keys_that_all_sequences_share_in_memory_go_without_tma():
     with device.pretend("sm_90"):
         default = OP.kernel("triton").default(*specs)
         assert not default.tma
-        assert "one in memory" in dispatch.problem_refusal(OP, "triton", specs, replace(default, tma=True))
+        assert "one in memory" in policy.problem_refusal(OP, "triton", specs, replace(default, tma=True))

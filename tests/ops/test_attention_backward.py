@@ -8,9 +8,9 @@ import torch
 import tilery
 from tilery.base.errors import BadInput, NoBackward
 from tilery.base.spec import TensorSpec, case
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
-from tilery.measure.compile import specs_for
 
 OP = REGISTRY["attention_backward"]
 MODULE = sys.modules["tilery.ops.attention_backward"]  # tilery.ops has the op by this name

@@ -6,19 +6,19 @@ import pytest
 import torch
 from hopper_checks import card, on_card, weights_are_made_while_it_multiplies
 
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.spec import case
+from tilery.core.cases import specs_for
 from tilery.hardware import device
-from tilery.measure.compile import specs_for
 from tilery.ops import attention_chunked
 from tilery.ops.attention_chunked import inputs
 
-if why := backends.missing("cuda"):
+if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
 from cuda.bindings import driver
 
-from tilery.languages import tensor_maps
+from tilery.languages import tensor_maps, toolkit
 from tilery.ops.attention_chunked import cuda_hopper_kernel as kernel
 from tilery.ops.attention_chunked.cuda_hopper_kernel import Config
 from tilery.parts import hopper_attention, hopper_paged_attention

@@ -3,8 +3,8 @@
 import pytest
 
 from tilery.base.spec import Cost, case
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
-from tilery.measure.compile import specs_for
 
 
 def cost(op, **more):

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import tilery
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.errors import BadInput, NoBackward
 from tilery.base.spec import case
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
 from tilery.measure.check import check
-from tilery.measure.compile import specs_for
 from tilery.measure.place import place
 from tilery.parts.paged_attention import most_splits
 
@@ -77,7 +77,7 @@ def test_nothing_that_decides_bits_depends_on_the_batch(params):
     assert DECODE.bucket(*alone) == DECODE.bucket(*many)  # or another config were chosen where one is tuned
 
 
-if not backends.missing("triton"):
+if not languages.missing("triton"):
     import triton
     import triton.language as tl
 

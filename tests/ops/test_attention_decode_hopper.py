@@ -7,14 +7,14 @@ import pytest
 import torch
 from hopper_checks import card, on_card, weights_are_made_while_it_multiplies
 
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.spec import case
+from tilery.core.cases import specs_for
 from tilery.hardware import device
-from tilery.measure.compile import specs_for
 from tilery.ops import attention_decode
 from tilery.ops.attention_decode import inputs
 
-if why := backends.missing("cuda"):
+if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
 from tilery.languages import toolkit
@@ -126,7 +126,7 @@ def test_splits_that_can_have_no_key_have_no_workspace():
 def test_is_asked_before_triton_which_takes_what_it_refuses(monkeypatch):
     monkeypatch.setattr(device, "name", lambda where: "a GPU that nothing is tuned for")
     assert attention_decode.plan(specs()).kernel == "cuda.hopper"
-    if why := backends.missing("triton"):
+    if why := languages.missing("triton"):
         pytest.skip(why)
     assert attention_decode.plan(specs(format="e4m3", block_size=64)).kernel == "triton"
 

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 import tilery
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.spec import case
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
 from tilery.languages import toolkit
 from tilery.measure.check import check
-from tilery.measure.compile import specs_for
 from tilery.measure.place import place
 
-if why := backends.missing("tilelang"):
+if why := languages.missing("tilelang"):
     pytest.skip(why, allow_module_level=True)
 DECODE = REGISTRY["attention_decode"]
 kernel = DECODE.kernel("tilelang")

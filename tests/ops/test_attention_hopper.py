@@ -8,14 +8,14 @@ import torch
 from hopper_checks import card, on_card, weights_are_made_while_it_multiplies
 
 from compilers import most_spills
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.spec import case
+from tilery.core.cases import specs_for
 from tilery.hardware import device
-from tilery.measure.compile import specs_for
 from tilery.ops import attention, attention_lse
 from tilery.parts.attention_cases import draw
 
-if why := backends.missing("cuda"):
+if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
 from tilery.languages import toolkit

@@ -8,7 +8,7 @@ import torch
 import tilery
 from tilery.base import settings
 from tilery.base.errors import BadInput
-from tilery.core import dispatch
+from tilery.core import policy
 from tilery.core.op import REGISTRY
 
 PACKED = ("attention", "attention_lse", "attention_backward", "mla")
@@ -46,7 +46,7 @@ def launched(name, backend, given, config=None):
     """The outputs, written between guards that are there still, as are those of the workspace."""
     op = REGISTRY[name]
     args = op.complete((), given)
-    plan = dispatch.decide(op, op.specs(args), backend, config)
+    plan = policy.decide(op, op.specs(args), backend, config)
     outs, workspace = ([guarded(spec) for spec in specs] for specs in (plan.outs, plan.workspace))
     plan.launch(tuple(out for out, _ in outs), args, tuple(x for x, _ in workspace))
     for _, around in (*outs, *workspace):

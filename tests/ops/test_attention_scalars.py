@@ -8,8 +8,8 @@ import torch
 import tilery
 from tilery.base.errors import BadInput
 from tilery.base.spec import case
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
-from tilery.measure.compile import specs_for
 from tilery.parts.attention_checks import cutting_window
 
 BACKENDS = ["numba", "triton"]  # tests/ops/conftest.py puts their tensors where these run

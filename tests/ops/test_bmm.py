@@ -6,10 +6,10 @@ import torch
 import tilery
 from tilery.base.errors import BadInput, NoBackward
 from tilery.base.spec import case
-from tilery.core import dispatch
+from tilery.core import policy
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
 from tilery.measure.check import check, check_baseline
-from tilery.measure.compile import specs_for
 from tilery.measure.place import place
 
 BMM, MATMUL = REGISTRY["bmm"], REGISTRY["matmul"]
@@ -67,7 +67,7 @@ def test_many_tiles_of_many_matrices(kernel):
 def test_configs_that_cannot_be_are_refused():
     specs = specs_for(BMM, case(batch=2, m=32, n=32, k=32, dtype="fp16"), "cpu")
     tiles = BMM.kernel("numba").Config(7, 32, False)
-    assert "is not made of register tiles" in dispatch.problem_refusal(BMM, "numba", specs, tiles)
+    assert "is not made of register tiles" in policy.problem_refusal(BMM, "numba", specs, tiles)
 
 
 @pytest.mark.parametrize("layout_b", ["contiguous", "transposed"])

@@ -14,7 +14,7 @@ from tilery.measure.check import reference
 SCALARS = [
     pytest.param(op, name, id=f"{op.name}-{name}")
     for op in REGISTRY.values()
-    for name, parameter in op.signature.parameters.items()
+    for name, parameter in op.signature.python.parameters.items()
     if "Tensor" not in str(parameter.annotation)
 ]
 
@@ -33,7 +33,7 @@ def test_a_scalar_that_is_forgotten_is_found(op, name):
 
 def require_varied(op, name, cases):
     """Some case gives another value than the default, or than another case, and that one would give another result."""
-    place, default = op.names.index(name), op.signature.parameters[name].default
+    place, default = op.names.index(name), op.signature.python.parameters[name].default
     others = [] if default is inspect.Parameter.empty else [default]
     for args in drawn(op, cases):
         if any(args[place] != other and matters(op, args, place, other) for other in others):
@@ -63,7 +63,9 @@ def matters(op, args, place, other):
         op.validate(changed_specs)
     except BadInput:
         return True
-    if op.outputs(*specs) != op.outputs(*changed_specs) or op.tolerance(specs) != op.tolerance(changed_specs):
+    if op.output_specs(op.call(specs)) != op.output_specs(op.call(changed_specs)) or op.tolerance(
+        specs
+    ) != op.tolerance(changed_specs):
         return True
     pairs = zip(reference(op, args), reference(op, changed), strict=True)
     return not all(

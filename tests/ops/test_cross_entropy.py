@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.spec import TensorSpec, case
-from tilery.core import dispatch
+from tilery.core import plan as plan_module
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
 from tilery.measure.check import check
@@ -44,7 +44,7 @@ def test_a_target_that_is_no_class_gives_a_gradient_of_nan(kernel, name):
     _, lse = REGISTRY[name](*given, targets, backend=kernel)
     ones = torch.ones_like(lse)
     backward = REGISTRY[f"{name}_backward"]
-    grad, *rest = dispatch.packed(backward(ones, ones, *given, targets, lse, backend=kernel))
+    grad, *rest = plan_module.packed(backward(ones, ones, *given, targets, lse, backend=kernel))
     assert grad.isnan().all(1).tolist() == grad.isnan().any(1).tolist() == [False, True, True, False, False]
     assert grad[3].eq(0).all() and all(dweight.isnan().all() for dweight in rest)
 
@@ -68,7 +68,7 @@ def test_infinite_logits_have_one_meaning(name, row):
     """In every language that runs here, in one block, and in several with a tail."""
     op, (values, wanted) = REGISTRY[name], INFINITE[row]
     for kernel in op.kernels:
-        where = None if backends.missing(kernel) else place(op, kernel).device
+        where = None if languages.missing(kernel) else place(op, kernel).device
         for count in (1, 700) if where is not None else ():
             logits = torch.tensor(values + [-INF] * (count - 1), device=where)[None]
             targets = torch.tensor([0], device=where)
@@ -138,7 +138,7 @@ def test_pieces_of_the_vocabulary_add_up():
      ({"threads": 32, "cluster": 2, "rows": 2}, "no cluster")],
 )  # fmt: skip
 def test_a_block_takes_several_rows_only_with_a_warp_for_each(config, said):
-    if why := backends.missing("cuda"):
+    if why := languages.missing("cuda"):
         pytest.skip(why)
     kernel = REGISTRY["cross_entropy"].kernel("cuda")
     logits = TensorSpec.contiguous((64, 1024), torch.bfloat16, "cuda:0")

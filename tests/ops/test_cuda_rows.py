@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from compilers import most_spills
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.spec import TensorSpec
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
 
-if why := backends.missing("cuda"):
+if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
 from tilery.parts import cuda_rows

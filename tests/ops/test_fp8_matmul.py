@@ -5,9 +5,9 @@ import torch
 
 from tilery.base.errors import BadInput, NoBackend
 from tilery.base.spec import TensorSpec, case
+from tilery.core.cases import specs_for
 from tilery.hardware import device
 from tilery.measure.check import check, check_baseline
-from tilery.measure.compile import specs_for
 from tilery.measure.place import place
 from tilery.ops import dequantize_fp8, fp8_matmul, fp8_matmul_rowwise, quantize_fp8
 

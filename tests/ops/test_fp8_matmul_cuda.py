@@ -5,15 +5,15 @@ import ctypes
 import pytest
 import torch
 
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.spec import TensorSpec, case
-from tilery.measure.compile import specs_for
+from tilery.core.cases import specs_for
 from tilery.ops import fp8_matmul
 
-if why := backends.missing("cuda"):
+if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.languages import cuda_glue, tensor_maps
+from tilery.languages import cuda_glue, tensor_maps, toolkit
 from tilery.ops.fp8_matmul import cuda_kernel
 from tilery.ops.fp8_matmul.cuda_kernel import Config
 

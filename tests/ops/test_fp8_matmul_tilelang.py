@@ -5,16 +5,16 @@ import dataclasses
 import pytest
 import torch
 
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.spec import case
+from tilery.core.cases import specs_for
 from tilery.hardware import device
 from tilery.languages import toolkit
 from tilery.measure.check import check
-from tilery.measure.compile import specs_for
 from tilery.measure.place import place
 from tilery.ops import fp8_matmul
 
-if why := backends.missing("tilelang"):
+if why := languages.missing("tilelang"):
     pytest.skip(why, allow_module_level=True)
 kernel = fp8_matmul.kernel("tilelang")
 Config = kernel.Config

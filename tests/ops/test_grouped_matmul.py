@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import tilery
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.errors import BadInput, NoBackward
 from tilery.base.spec import case
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
 from tilery.measure.check import check, check_baseline
-from tilery.measure.compile import specs_for
 from tilery.measure.place import place
 from tilery.ops.grouped_matmul import groups_hit, tiles_expected
 
@@ -102,7 +102,7 @@ def test_many_tiles_of_uneven_groups(kernel):
 @pytest.mark.parametrize("offsets", [(9, 20), (-5, 3), (7, 2), (2**31 - 1, -(2**31)), (0, 100), (-(2**31), 10)])
 def test_offsets_that_lie_give_nan_and_reach_no_other_memory(kernel, offsets):
     """They cannot be checked without waiting for the device. Every row is written, and nothing that is not c's."""
-    if why := backends.missing(kernel):
+    if why := languages.missing(kernel):
         pytest.skip(why)
     where = device_of(kernel)
     store = torch.full((4, 10, 24), 7.0, device=where)

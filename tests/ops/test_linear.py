@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.errors import BadInput, NoBackend, NoBackward, Wrong
 from tilery.base.spec import case
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
 from tilery.measure import check
-from tilery.measure.compile import specs_for
 from tilery.ops import linear, linear_silu_mul, matmul, matmul_add, silu_mul
 from tilery.parts import products
 from tilery.parts.numba_products import Config
@@ -104,7 +104,7 @@ def test_only_tf32_may_be_as_rough_as_tf32(name):
 
 @pytest.mark.parametrize("name", ["matmul", "linear", "linear_silu_mul", "matmul_add"])
 def test_triton_multiplies_in_tf32_where_it_is_asked_for(name, compiler):
-    if why := backends.missing("triton"):
+    if why := languages.missing("triton"):
         pytest.skip(why)
     op, found = REGISTRY[name], {}
     for precision in products.PRECISIONS:

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.spec import case
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
-from tilery.measure.compile import specs_for
 
-if why := backends.missing("cuda"):
+if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.languages import cuda_glue, tensor_maps
+from tilery.languages import cuda_glue, tensor_maps, toolkit
 from tilery.ops import linear, linear_silu_mul, matmul_add
 from tilery.ops.linear.cuda_hopper_kernel import Config
 from tilery.ops.linear_silu_mul.cuda_hopper_kernel import Config as GatedConfig
@@ -95,7 +95,7 @@ def test_the_default_and_all_configs_are_taken(op, m, n, k):
 
 @pytest.mark.parametrize("op", ["linear", "matmul_add", "linear_silu_mul"])
 def test_is_asked_before_triton(op, monkeypatch):
-    if why := backends.missing("triton"):
+    if why := languages.missing("triton"):
         pytest.skip(why)
     monkeypatch.setattr(device, "name", lambda where: "a GPU that nothing is tuned for")
     assert REGISTRY[op].plan(specs(op)).kernel == "cuda.hopper"

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.spec import case
+from tilery.core.cases import specs_for
 from tilery.hardware import device
-from tilery.measure.compile import specs_for
 from tilery.ops import matmul
 
-if why := backends.missing("cuda"):
+if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.languages import cuda_glue, tensor_maps
+from tilery.languages import cuda_glue, tensor_maps, toolkit
 from tilery.ops.matmul import cuda_hopper_kernel as kernel
 from tilery.ops.matmul.cuda_hopper_kernel import Config
 
@@ -54,7 +54,7 @@ def test_takes_what_tma_can_fetch(more, said):
 )
 def test_is_the_first_that_a_gpu_is_asked_and_the_others_take_what_it_refuses(arch, more, refused, monkeypatch):
     monkeypatch.setattr(device, "name", lambda where: "a GPU that nothing is tuned for")
-    if refused is not None and (why := backends.missing("triton")):
+    if refused is not None and (why := languages.missing("triton")):
         pytest.skip(why)
     with device.pretend(arch):
         plan = matmul.plan(specs(**more))

@@ -5,14 +5,14 @@ import torch
 
 import tilery
 from compilers import most_spills
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.errors import BadInput, NoBackward
 from tilery.base.spec import case
-from tilery.core import dispatch
+from tilery.core import policy
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
 from tilery.measure.check import check
-from tilery.measure.compile import specs_for
 from tilery.measure.place import place
 
 mla, mla_decode = REGISTRY["mla"], REGISTRY["mla_decode"]
@@ -26,7 +26,7 @@ def kernels(op):
 
 def home(op, kernel):
     """Where the kernel runs here."""
-    if why := backends.missing(kernel):
+    if why := languages.missing(kernel):
         pytest.skip(why)
     where = place(op, kernel).device
     if where is None:
@@ -40,7 +40,7 @@ def decode(where, seed=3, **params):
 
 def launched(op, kernel, args):
     """Outputs that were full of NaN."""
-    plan = dispatch.decide(op, op.specs(args), kernel, None)
+    plan = policy.decide(op, op.specs(args), kernel, None)
     outs = tuple(spec.empty().fill_(float("nan")) for spec in plan.outs)
     plan.launch(outs, args)
     return outs

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilery
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.errors import BadInput
 from tilery.base.spec import case
 from tilery.core.op import REGISTRY
@@ -38,7 +38,7 @@ def test_the_fused_norm_quantises_what_the_norm_gives():
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "add_rms_norm", "rms_norm_fp8", "add_rms_norm_fp8"])
 def test_rows_that_are_read_again_end_where_no_block_does(monkeypatch, name, long):
     """As many long rows are, from L1 or from memory; the last program has one row of two."""
-    if why := backends.missing("triton"):
+    if why := languages.missing("triton"):
         pytest.skip(why)
     from tilery.parts import triton_norms
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.spec import case
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
 from tilery.measure.check import check, poisoned
-from tilery.measure.compile import specs_for
 
-if why := backends.missing("numba"):
+if why := languages.missing("numba"):
     pytest.skip(why, allow_module_level=True)
 
 from tilery.languages.numba_elements import STORAGE

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tilery import languages as backends
+from tilery import languages
 
-if why := backends.missing("numba"):
+if why := languages.missing("numba"):
     pytest.skip(why, allow_module_level=True)
 
 from tilery.languages.numba_elements import STORAGE

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.spec import case
+from tilery.core.cases import specs_for
 from tilery.hardware import device
 from tilery.measure.check import check
-from tilery.measure.compile import specs_for
 from tilery.measure.place import place
 from tilery.ops import attention_decode, mla_decode
 
-if why := backends.missing("cutile"):
+if why := languages.missing("cutile"):
     pytest.skip(why, allow_module_level=True)
 
 from tilery.parts.cutile_paged_attention import Config

@@ -5,15 +5,15 @@ import re
 import pytest
 import torch
 
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.spec import case
-from tilery.core import dispatch
+from tilery.core import policy
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
 from tilery.measure.check import check
-from tilery.measure.compile import specs_for
 from tilery.measure.place import place
 
-if why := backends.missing("triton"):
+if why := languages.missing("triton"):
     pytest.skip(why, allow_module_level=True)
 
 from tilery.parts import triton_pieces
@@ -114,7 +114,7 @@ ACCESS = re.compile(r"(@!?%p\d+ )?(?:ld|st)\.global")
 )
 def test_only_ragged_blocks_are_masked(op, n, masked, compiler):
     specs = specs_for(REGISTRY[op], case(m=1, n=n, dtype="bf16"))
-    assert dispatch.problem_refusal(REGISTRY[op], "triton", specs) is None
+    assert policy.problem_refusal(REGISTRY[op], "triton", specs) is None
     ptx = compiler.compile(op, "triton", specs, "sm_90", Config(1024, num_warps=4)).code["ptx"]
     found = ACCESS.findall(ptx)
     assert len(found) >= 2 and any(found) == masked

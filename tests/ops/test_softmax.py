@@ -5,9 +5,9 @@ import functools
 import pytest
 import torch
 
-from tilery import languages as backends
+from tilery import languages
 from tilery.base.spec import TensorSpec, case
-from tilery.core import dispatch
+from tilery.core import plan as plan_module
 from tilery.core.op import REGISTRY
 from tilery.measure.check import check
 from tilery.measure.place import place
@@ -64,10 +64,10 @@ def test_infinite_values_have_one_meaning(name, row):
     """In every language that runs here, short and in several blocks; not the order of what is NaN."""
     op, more = REGISTRY[name], (3, False) if name == "topk_softmax" else ()
     for kernel in op.kernels:
-        where = None if backends.missing(kernel) else place(op, kernel).device
+        where = None if languages.missing(kernel) else place(op, kernel).device
         for count in (0, 700) if where is not None else ():
             x = torch.tensor(ROWS[row] + [-INF] * count, device=where)[None]
             found, right = (
-                dispatch.packed(f(x, *more))[0] for f in (functools.partial(op, backend=kernel), op.reference)
+                plan_module.packed(f(x, *more))[0] for f in (functools.partial(op, backend=kernel), op.reference)
             )
             assert torch.allclose(found, right, equal_nan=True), (kernel, count)

@@ -8,11 +8,11 @@ import torch
 
 from tilery.base.errors import BadInput
 from tilery.base.spec import TensorSpec, Work, case
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
 from tilery.languages import triton_glue
 from tilery.measure import ceilings
-from tilery.measure.compile import specs_for
 from tilery.ops.matmul import triton_kernel
 from tilery.tuning import candidates
 from tilery.tuning.candidates import Machine, collect, modelled_ms
@@ -52,9 +52,9 @@ def plant(monkeypatch):
         monkeypatch.setattr(op, "modules", op.modules | {name: name})
         load, kernel = op.kernel, planted(**other)
         monkeypatch.setattr(op, "kernel", lambda asked: kernel if asked == name else load(asked))
-        known = candidates.dispatch.load_kernel
+        known = candidates.policy.load_kernel
         monkeypatch.setattr(
-            candidates.dispatch, "load_kernel", lambda op, asked: kernel if asked == name else known(op, asked)
+            candidates.policy, "load_kernel", lambda op, asked: kernel if asked == name else known(op, asked)
         )
 
     rates = ceilings.Ceilings(1e12, 1e12, 1e12, {"fp32": 1e12}, 1.0)
@@ -198,11 +198,11 @@ def test_waves_are_whole():
 @pytest.mark.parametrize("kernel", [k for k in REGISTRY["matmul"].kernels if k != "numba"])
 def test_every_tiled_matmul_estimates_its_work(kernel):
     op = REGISTRY["matmul"]
-    if candidates.dispatch.backends.missing(kernel):
+    if candidates.policy.languages.missing(kernel):
         pytest.skip("not installed")
     problem = case(m=512, n=26880, k=256, dtype="bf16")  # 26880: a multiple of every width of a tile
     specs = specs_for(op, problem)
-    cost = op.cost(*specs)
+    cost = op.cost(op.call(specs))
     with device.pretend("sm_90"):
         module = op.kernel(kernel)
         for config in module.configs(*specs):

@@ -12,9 +12,9 @@ from tilery.base.errors import BadInput, BadTunedFile
 from tilery.base.spec import Case
 from tilery.cli import app
 from tilery.core import tuned
+from tilery.core.cases import specs_for
 from tilery.core.tuned import Entry
 from tilery.hardware import device
-from tilery.measure.compile import specs_for
 from tilery.ops import matmul, softmax
 from tilery.tuning import verify
 from tilery.tuning.data import Built, Measured

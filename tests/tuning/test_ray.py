@@ -18,9 +18,9 @@ ray = pytest.importorskip("ray", reason="pip install 'tilery[ray]'")
 from tilery.base import settings  # noqa: E402
 from tilery.base.errors import BadInput, ToolMissing  # noqa: E402
 from tilery.base.spec import case  # noqa: E402
+from tilery.core.cases import specs_for  # noqa: E402
 from tilery.core.op import REGISTRY  # noqa: E402
 from tilery.measure import timing  # noqa: E402
-from tilery.measure.compile import specs_for  # noqa: E402
 from tilery.measure.store import Store  # noqa: E402
 from tilery.tuning import candidates  # noqa: E402
 from tilery.tuning.data import GOOD, Built, Candidate, Job, Measured, Problem  # noqa: E402

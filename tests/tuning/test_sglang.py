@@ -14,10 +14,10 @@ from tilery.base import settings
 from tilery.base.errors import BadInput, BadTunedFile, NotWritten
 from tilery.base.spec import Case
 from tilery.cli import app
-from tilery.core import dispatch, tuned
+from tilery.core import policy, tuned
+from tilery.core.cases import specs_for
 from tilery.core.tuned import Entry
 from tilery.hardware import device
-from tilery.measure.compile import specs_for
 from tilery.ops import fp8_matmul
 from tilery.tuning import kept, sglang
 
@@ -79,7 +79,7 @@ def h100(monkeypatch):
     name = device.name
     monkeypatch.setattr(kept, "here", lambda: [torch.device("cpu"), torch.device("cuda", 0)])
     monkeypatch.setattr(device, "name", lambda where: "NVIDIA H100" if where.type == "cuda" else name(where))
-    monkeypatch.setattr(dispatch, "environment_refusal", lambda *_: None)
+    monkeypatch.setattr(policy, "environment_refusal", lambda *_: None)
     with device.pretend("sm_90"):
         yield
 

@@ -17,10 +17,10 @@ from tilery.base import settings
 from tilery.base.errors import BadInput, NotWritten
 from tilery.base.spec import case
 from tilery.core import tuned
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
 from tilery.measure import ceilings
-from tilery.measure.compile import specs_for
 from tilery.measure.store import Store
 from tilery.tuning import journal, request
 from tilery.tuning.candidates import collect, specs_of

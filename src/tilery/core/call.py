@@ -1,6 +1,6 @@
 """The arguments of one call of an op, by name."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 
@@ -20,6 +20,10 @@ class Call:
         if name in values:
             return values[name]
         raise AttributeError(f"a call of this op has {', '.join(values)}, not {name!r}")
+
+    def values(self) -> Iterable[Any]:
+        """All that the call has: its arguments in order, then outputs and workspace."""
+        return self._values.values()
 
     def extended(self, more: Mapping[str, Any]) -> Self:
         """The same call with more names."""

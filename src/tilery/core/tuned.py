@@ -116,18 +116,28 @@ def require_kernel(op: "Op", entry: Entry, path: Path) -> None:
 
 
 def config_of(op: "Op", entry: Entry, path: Path) -> Any:
-    """The kernel's Config of an entry's fields."""
+    """The kernel's Config of an entry's fields, under the names that they have now."""
     kind = op.kernel(entry.kernel).Config
-    hints = get_type_hints(kind)
+    hints, fields = get_type_hints(kind), present_fields(kind, entry.config)
     try:
-        made = kind(**entry.config)
-        for name, value in entry.config.items():
+        made = kind(**fields)
+        for name, value in fields.items():
             if isinstance(hints[name], type) and type(value) is not hints[name]:
                 raise TypeError(f"{name} must be {hints[name].__name__}, got {value!r}")
     except (TypeError, ValueError) as error:
         what = f"{entry.kernel} has no config {entry.config}: {error}"
         raise BadTunedFile(f"{path}:{entry.line}: {what}; {MEND}") from None
     return made
+
+
+def present_fields(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a Config in a file that may be older than the names they have now.
+
+    A Config's `old_names` are earlier names of its fields, its `old_values` earlier spellings of values, by field.
+    """
+    names, values = getattr(kind, "old_names", {}), getattr(kind, "old_values", {})
+    found = {names.get(name, name): value for name, value in fields.items()}
+    return {n: values[n].get(v, v) if n in values and isinstance(v, str) else v for n, v in found.items()}
 
 
 def nearest(entries: Iterable[Entry], want: Bucket) -> list[Entry]:

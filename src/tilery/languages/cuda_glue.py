@@ -225,8 +225,15 @@ def _early() -> Any:
     return attribute
 
 
+def vector_width(tensors: tuple[TensorSpec, ...], *steps: int) -> int:
+    """Values per access: 16 bytes of them where all tensors and steps, in values, keep to 16 bytes, else 1."""
+    values = 16 // tensors[0].dtype.itemsize
+    vectors = all(t.aligned for t in tensors) and all(step % values == 0 for step in steps)
+    return values if vectors else 1
+
+
 def width(tensors: tuple[Any, ...], *steps: int) -> int:
-    """Values per access: 16 bytes of them where all tensors (or specs) and steps keep to 16 bytes, else 1."""
+    """TEMPORARY"""
     values = 16 // tensors[0].dtype.itemsize
     for t in tensors:
         if not (t.aligned if isinstance(t, TensorSpec) else t.data_ptr() & 15 == 0):

@@ -1,7 +1,7 @@
-"""What a kernel in CUDA C++ takes, read from its source: so that a launch names its arguments, and their types stand once.
+"""The signature of a kernel in CUDA C++, read from its source: a launch names its arguments, and types stand once.
 
-Read are `template <…> __global__ void … name(…)` and the plain structs that kernels take by value. Types: pointers, int,
-i64 or long long, float, bool, TensorMap, and structs of those.
+Read are `template <…> __global__ void … name(…)` and the plain structs that kernels take by value. Types: pointers,
+int, i64 or long long, float, bool, TensorMap, and structs of those.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """CuPy: a kernel is a CUDA C++ template in a string, of which NVRTC makes a cubin, to look at or to launch.
 
-In a `Launch`, `kernel` is a `Template`, `constants` are its template's parameters and `options["threads"]` says how many
-threads a block has. Tensors are passed as addresses.
+In a `Launch`, `kernel` is a `Template`, `constants` are the template's parameters and `options["threads"]` says how
+many threads a block has. Tensors are passed as addresses.
 """
 
 import functools

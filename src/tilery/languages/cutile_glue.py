@@ -1,7 +1,7 @@
 """cuTile: compile a launch for an architecture that need not be present, and run it on torch's stream.
 
-In a `Launch`, `kernel` is what `ct.kernel` decorates, `constants` are its `ct.Constant` parameters and `options` hints to
-the compiler (num_worker_warps, num_ctas, occupancy). Tensors are passed as arrays.
+In a `Launch`, `kernel` is what `ct.kernel` decorates, `constants` are its `ct.Constant` parameters and `options` hints
+to the compiler (num_worker_warps, num_ctas, occupancy). Tensors are passed as arrays.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Elements in Numba kernels: reading and writing every dtype as fp32, arithmetic that vectorises, register tiles.
 
-Numba has no fp16, bf16 or fp8, and making a NumPy view of a tensor costs more than a small kernel. So a kernel gets plain
-addresses and a number whose type says how elements are stored (`STORAGE`): `load` and `store` convert.
+Numba has no fp16, bf16 or fp8, and making a NumPy view of a tensor costs more than a small kernel. So a kernel gets
+plain addresses and a number whose type says how elements are stored (`STORAGE`): `load` and `store` convert.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """Numba on the CPU: compile a launch, and run it on as many threads as its config asks for.
 
-In a `Launch`, `kernel` is a function decorated by `kernel`. Its first parameter, `threads`, is filled in here: 1, or with
-`options["parallel"]` all of Numba's. Tensors are passed as addresses; numba_elements.py reads and writes their elements.
+In a `Launch`, `kernel` is a function decorated by `kernel`. Its first parameter, `threads`, is filled in here: 1, or
+with `options["parallel"]` all of Numba's. Tensors are passed as addresses; numba_elements.py reads and writes elements.
 """
 
 import contextlib

@@ -88,7 +88,7 @@ class TensorMapOf:
 
 
 def of_matrix(x: Argument, box_rows: int) -> TensorMapOf:
-    """A map of a matrix [rows, columns]: boxes of so many rows of SPAN bytes, swizzled, zeros where they are outside."""
+    """A map of a matrix [rows, columns]: boxes of so many rows of SPAN bytes, swizzled, zeros outside."""
     rows, columns = x.shape
     return TensorMapOf(x, (columns, rows), (x.stride(0),), (box_rows,))
 

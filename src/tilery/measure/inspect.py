@@ -1,6 +1,5 @@
 """What a compiler made of a kernel: source, IR, CUDA, PTX, SASS. Without a GPU too."""
 
-import inspect as python
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,26 +13,27 @@ STAGES = ("source", "ir", "cuda", "ptx", "sass", "asm")
 
 
 def source(op: Op, kernel: str) -> str:
-    """The kernel's file, the .cu beside it if it has one, and the files of its language that it shares with others."""
-    module = op.kernel(kernel)
-    path = Path(python.getfile(module))
-    cuda = path.with_name(f"{op.name}.cu")
-    others = [cuda] if kernel.startswith("cuda") and cuda.exists() else []
-    others += _shared(module, kernel.partition(".")[0])
+    """The kernel's file, and those of its family and language that it takes something from: .cu files, helpers."""
+    module = sys.modules[type(op.kernel(kernel)).__module__]
+    first, *others = _files(module, op.package)
     shared = [f"\n# {other.name}\n" + other.read_text(encoding="utf-8") for other in others]
-    return path.read_text(encoding="utf-8") + "".join(shared)
+    return first.read_text(encoding="utf-8") + "".join(shared)
 
 
-def _shared(module: ModuleType, language: str) -> list[Path]:
-    """Files parts/<language>_*.py that the module has something from, and those that they have something from."""
-    found: dict[Path, None] = {}
+def _files(module: ModuleType, package: str) -> list[Path]:
+    """The module's file, the .cu files that it names, and files of the package that it has something from."""
+    found: dict[Path, None] = {Path(str(module.__file__)): None}
     waiting = [module]
     while waiting:
-        for value in vars(waiting.pop()).values():
+        now = waiting.pop()
+        classes = [v for v in vars(now).values() if isinstance(v, type) and v.__module__ == now.__name__]
+        values = [*vars(now).values(), *(v for kind in classes for v in vars(kind).values())]
+        found |= {v: None for v in values if isinstance(v, Path) and v.suffix == ".cu"}
+        for value in values:
             name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-            if not isinstance(name, str) or not name.startswith(f"tilery.parts.{language}_"):
+            if not isinstance(name, str) or not name.startswith(f"{package}.") or name not in sys.modules:
                 continue
-            path = Path(python.getfile(sys.modules[name]))
+            path = Path(str(sys.modules[name].__file__))
             if path not in found:
                 found[path] = None
                 waiting.append(sys.modules[name])

@@ -50,8 +50,8 @@ OP.add(
 )
 OP.add(
     "fake-not-validated",
-    "        self.validate(specs)\n        return dispatch.unpacked(",
-    "        return dispatch.unpacked(",
+    "        self.validate(specs)\n        return plan_module.unpacked(",
+    "        return plan_module.unpacked(",
     "test_fake_inputs.py::test_a_fake_call_is_refused_as_a_real_one_is",
 )
 OP.add(

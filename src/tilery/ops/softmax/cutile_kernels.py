@@ -1,27 +1,13 @@
-"""A block takes a row, or a few short ones, as one tile, so x is read once; a row too long for that, three times."""
+"""softmax in cuTile: a block takes a row, or a few short ones, as one tile; a longer row is read three times."""
 
 import cuda.tile as ct
 
-from tilery.base.spec import Artifact, TensorSpec
-from tilery.languages import cutile_glue
-from tilery.languages.cutile_glue import LegacyLaunch as Launch
-from tilery.ops.softmax import outputs
-from tilery.parts import cutile_rows
-from tilery.parts.cutile_rows import Config, matrix
-
-archs = cutile_rows.archs
-
-
-def refusal(x: TensorSpec, config: Config | None = None) -> str | None:
-    return cutile_rows.refusal(x, config or default(x))
-
-
-def default(x: TensorSpec) -> Config:
-    return cutile_rows.default(x)
-
-
-def configs(x: TensorSpec) -> list[Config]:
-    return cutile_rows.configs(x)
+from tilery.base.launch import Launch
+from tilery.core.call import Call
+from tilery.core.kernel import Kernel
+from tilery.ops.rows import cutile_rows
+from tilery.ops.rows.cutile_rows import Config
+from tilery.ops.rows.shape import matrix
 
 
 def _load(x, index, shape):
@@ -40,7 +26,7 @@ def _softmax(x: ct.IndexedWithInt64, y: ct.IndexedWithInt64, ROWS: ct.Constant[i
 
 
 @ct.kernel
-def _softmax_long(x: ct.IndexedWithInt64, y: ct.IndexedWithInt64, ROWS: ct.Constant[int], TILE: ct.Constant[int]):
+def _softmax_reread(x: ct.IndexedWithInt64, y: ct.IndexedWithInt64, ROWS: ct.Constant[int], TILE: ct.Constant[int]):
     row = ct.bid(0)
     tiles = ct.num_tiles(x, 1, (ROWS, TILE))
     tops = ct.full((ROWS, TILE), float("-inf"), ct.float32)
@@ -56,17 +42,25 @@ def _softmax_long(x: ct.IndexedWithInt64, y: ct.IndexedWithInt64, ROWS: ct.Const
         ct.store(y, (row, i), y_tile.astype(y.dtype), allow_tma=False)
 
 
-def _launch(config: Config, outs, x) -> Launch:
-    """Of tensors for `run` and of specs for `compile`."""
-    x, y = matrix(x), matrix(outs[0])
-    m, n = x.shape
-    kernel = cutile_rows.hinted(_softmax if n <= config.tile else _softmax_long, config)
-    return Launch(kernel, ct.cdiv(m, config.rows), (x, y, config.rows, config.tile))
+class Softmax(Kernel):
+    archs = cutile_rows.archs
+    Config = Config
+
+    def refusal(self, call: Call, config: Config | None = None) -> str | None:
+        return cutile_rows.refusal(call.x, config or self.default(call))
+
+    def default(self, call: Call) -> Config:
+        return cutile_rows.default(call.x)
+
+    def configs(self, call: Call) -> list[Config]:
+        return cutile_rows.configs(call.x)
+
+    def launches(self, call: Call, config: Config) -> list[Launch]:
+        x, y = matrix(call.x), matrix(call.y)
+        m, n = x.shape
+        kernel = _softmax if n <= config.tile else _softmax_reread
+        constants = {"ROWS": config.rows, "TILE": config.tile}
+        return [Launch(kernel, ct.cdiv(m, config.rows), {"x": x, "y": y}, constants, config.hints)]
 
 
-def compile(specs, config: Config, arch: str) -> Artifact:
-    return cutile_glue.legacy_compile(_launch(config, outputs(*specs), *specs), arch)
-
-
-def run(outs, args, config: Config) -> None:
-    cutile_glue.legacy_run(_launch(config, outs, *args))
+softmax = Softmax()
