@@ -43,6 +43,13 @@ def pytest_addoption(parser):
     parser.addoption("--fuzz-seed", default=commit[:8], help="what they are drawn from; else the commit")
 
 
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
 def pytest_unconfigure():
     if _OWNS_STATE:
         shutil.rmtree(_STATE, ignore_errors=True)

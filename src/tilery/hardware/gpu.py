@@ -70,8 +70,8 @@ _pretended: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("gpu", d
 
 
 def gpu(where: torch.device) -> Gpu:
-    """The GPU of a CUDA device; inside `pretend`, what is pretended."""
-    return _pretended.get() or _present(where)
+    """The GPU of a CUDA device; inside `pretend`, what is pretended. On a CPU, where Triton interprets, an H200."""
+    return _pretended.get() or (_present(where) if where.type == "cuda" else KNOWN["h200"])
 
 
 @functools.cache
