@@ -9,8 +9,7 @@ from tilery.base.errors import require
 from tilery.base.spec import Case, Cost
 from tilery.models import roofs
 from tilery.models.model import FP8, WEIGHTS, Model
-from tilery.models.steps import DECODE, PREFILL, PRODUCTS, Pass, Step, steps
-from tilery.workbench.shapes import PRODUCT_ROWS
+from tilery.models.steps import DECODE, PREFILL, PRODUCT_ROWS, PRODUCTS, Pass, Step, steps
 
 BATCHES = (1, 16, 64)
 PROMPT = 512

@@ -21,6 +21,7 @@ from tilery.models.model import BF16, FP8, WEIGHTS, Linear, Model
 DTYPE = "bf16"
 TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 _ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+PRODUCT_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)  # M that are tuned
 PREFILL, DECODE = "prefill", "decode"
 PRODUCTS = {BF16: "matmul", FP8: "fp8_matmul"}
 _STAY_WIDE = ("router", "lm_head")

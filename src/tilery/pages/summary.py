@@ -8,9 +8,8 @@ from typing import Any
 from tilery import languages
 from tilery.base.errors import BadInput
 from tilery.measure import timing
-from tilery.measure.result import Row, is_ours, is_peer
+from tilery.measure.result import BASE, CONTROL, Row, is_ours, is_peer
 from tilery.measure.store import Run, Store
-from tilery.workbench.bench import BASE, CONTROL
 
 TUNE = "tune"  # the stage of a row that is a candidate of the tuner
 CONTROL_OFF = 0.01  # torch against itself: further from 1 than this, and the run's other ratios are worth less
