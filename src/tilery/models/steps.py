@@ -30,7 +30,7 @@ _SCALES = {"per": "group", "scales": "column"}  # as fp8_matmul is best given th
 
 @dataclass(frozen=True)
 class Pass:
-    """Of `batch` sequences: prefill takes prompts of `length` tokens, decode one token that sees `length` of them."""
+    """One pass over `batch` sequences: prefill takes `length` tokens of each, decode one token that sees `length`."""
 
     phase: str
     batch: int
@@ -267,7 +267,7 @@ def _reduced(model: Model, forward: Pass, name: str) -> Iterator[_Call]:
 
 
 def _end(model: Model, forward: Pass) -> Iterator[_Call]:
-    """Of a prompt only the last token goes on to the head."""
+    """What comes after the last layer; in prefill only the last token of a sequence goes on to the head."""
     m, n, last, head = forward.tokens, model.hidden_size, forward.batch, model.head()
     yield _Call("final_norm", "add_rms_norm", 1, {"m": m, "n": n})
     if last != m:

@@ -67,7 +67,7 @@ class Collected:
         return sorted(dict.fromkeys(names), key=lambda name: -names.count(name))
 
     def ceilings(self, device: str) -> dict[str, Any] | None:
-        """As the latest of the runs measured them; None where none did."""
+        """Ceilings as the latest of the runs measured them; None where none did."""
         measured = [(run.machine.get("ceilings") or {}).get(device) for run in self.runs]
         return next((one for one in reversed(measured) if one), None)
 
@@ -185,7 +185,7 @@ def geometric_mean(values: Iterable[float]) -> float | None:
 
 
 def best_per_cell(found: Iterable[Found], peer: str = BASE) -> list[Found]:
-    """Of each case the kernel that is fastest against the peer."""
+    """The kernel that is fastest against the peer, for each case."""
     best: dict[int, Found] = {}
     for one in found:
         if one.is_kernel and peer in one.ratios:

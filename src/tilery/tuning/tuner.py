@@ -152,7 +152,7 @@ class Tuner:
         return list(self._finished.values())
 
     def _opened(self, tasks: list[_Task]) -> dict[str, journal.Journal]:
-        """Of every op; a folder that cannot be written is an error now, not after the first hour."""
+        """Open a journal for every op; a folder that cannot be written is an error now, not after the first hour."""
         request, folder = self.request, settings.get().config_dir
         session = journal.key_of(request.search, request.bits, [t.key for t in tasks])
         slugs = {t.op.name: t.recorded.slug for t in tasks}
