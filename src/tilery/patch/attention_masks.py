@@ -18,7 +18,7 @@ _OPENED = (
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask for queries that end where the keys end, handed from where a model makes it to where attention is called."""
+    """A mask for queries that end where the keys end; a model makes it once and hands it to every attention call."""
 
     queries: int
     keys: int

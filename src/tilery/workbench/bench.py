@@ -111,7 +111,7 @@ def drawn(op: Op, case: Case, where: torch.device, seed: int) -> tuple[Any, ...]
 
 
 def input_sets(op: Op, draw: Callable[[int], tuple[Any, ...]], where: torch.device, cold: bool = True) -> Sets:
-    """As many input sets as keep a GPU's cache from holding any when its turn comes; `draw` is given seeds from 0 on."""
+    """Input sets, so many that a GPU's cache holds none when its turn comes; `draw` is given seeds from 0 on."""
     first = draw(0)
     if where.type != "cuda" or not cold:
         return [first]  # on a CPU the caches are overwritten instead
