@@ -84,7 +84,7 @@ def _kernel(a: torch.dtype, b: torch.dtype, out: torch.dtype, config: Config) ->
         name, parameters = f"fp8_matmul<{types}, {sizes}>", "TTTPqqPqqPiii"
     else:
         sizes = f"{c.block_m}, {c.warpgroups}, {c.width}, {c.stages}, {c.splits}"
-        name = f"fp8_matmul_few<{types}, {sizes}>"
+        name = f"fp8_matmul_small_m<{types}, {sizes}>"
         parameters = "TTPqqPqqPiii"
     return cuda_glue.Kernel(_SOURCE, name, parameters, c.threads, c.shared, c.cluster, early=True)
 
