@@ -106,6 +106,17 @@ class _Struct:
         return ctypes.addressof(self._made)
 
 
+def params(source: Path, kernel: str, *values: Any) -> _Struct:
+    """The struct that a kernel takes as its last parameter, with these values of its fields, in their order."""
+    return _Struct(_layout(source, kernel)(*values))
+
+
+@functools.cache
+def _layout(source: Path, kernel: str) -> type[ctypes.Structure]:
+    layout: type[ctypes.Structure] = Source(source, kernel).signature.parameters[-1].type.layout
+    return layout
+
+
 class Kernel:
     """One instance of a template in a .cu file, and how it is launched: blocks and threads in one dimension."""
 

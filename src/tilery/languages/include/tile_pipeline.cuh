@@ -19,8 +19,8 @@ struct TilePipeline {
     int stage = 0, phase = 0;
 
     // Layout of `smem`: up to SWIZZLE_ATOM bytes to align the tiles, tiles, `extra` bytes for other uses (see
-    // `after_tiles`), scales, full barriers, empty barriers: SWIZZLE_ATOM + extra + STAGES · (STAGE_BYTES + 4 · SCALES
-    // + 16) bytes in all.
+    // `after_tiles`), scales, full barriers, empty barriers. Its size is at least
+    // SWIZZLE_ATOM + extra + STAGES · (STAGE_BYTES + 4 · SCALES + 16) bytes.
     __device__ explicit TilePipeline(unsigned char* smem, int extra = 0) {
         tiles = smem + (-smem_address(smem) & (SWIZZLE_ATOM - 1));
         all_scales = reinterpret_cast<float*>(tiles + STAGES * STAGE_BYTES + extra);

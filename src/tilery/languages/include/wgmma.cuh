@@ -14,8 +14,8 @@ template <> struct WgmmaType<__half> { using type = f16; };
 template <> struct WgmmaType<__nv_bfloat16> { using type = bf16; };
 
 // WgmmaSS: acc [64, N] += a [64, K] · b [N, K]ᵀ in fp32, both operands K-major in shared memory, where K is 32 bytes. A
-// thread has N / 2 accumulators: acc[4 g + 2 h + i] is row 16 · warp + lane / 4 + 8 h and column 8 g + 2 · (lane % 4) +
-// i. With scale_d = 0 the accumulators are overwritten. The instruction is asynchronous: see warpgroup_wait.
+// thread has N / 2 accumulators: acc[4 g + 2 h + i] is row 16 · warp + lane / 4 + 8 h, column 8 g + 2 · (lane % 4) + i.
+// With scale_d = 0 the accumulators are overwritten. The instruction is asynchronous: see warpgroup_wait.
 template <typename A, typename B, int N>
 struct WgmmaSS;
 

@@ -1,5 +1,5 @@
-// Residual addition and RMS norm over rows: total = x + residual, y = total / sqrt(mean(total²) + eps) · (weight +
-// offset). A row belongs to a block or to a cluster of blocks.
+// Residual addition and RMS norm over rows: total = x + residual,
+// y = total / sqrt(mean(total²) + eps) · (weight + offset). A row belongs to a block or to a cluster of blocks.
 //
 // add_rms_norm: the sums stay in registers.
 // add_rms_norm_reread: the sums are read again; for rows that do not fit the registers.

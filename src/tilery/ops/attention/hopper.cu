@@ -70,18 +70,13 @@ struct __align__(16) Tile {
 };
 
 // MULTICAST blocks of a cluster have neighbouring tiles of one head. They all visit the keys that any of them sees, and
-// each loads a part of every block of keys and values for all.
+// each loads a part of every block of keys and values for all. The params are not __grid_constant__: with it some
+// instances spill (NVRTC 13.4, HEAD_DIM 16 and 32).
 template <typename T, int HEAD_DIM, int BLOCK_N, int WARPGROUPS, int STAGES, int MULTICAST>
 __global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map,
-    T* out, float* lse, const int* cu_seqlens_q, const int* cu_seqlens_k, i64 out_batch_stride, i64 out_row_stride, i64
-    out_head_stride, i64 lse_batch_stride, i64 lse_head_stride, int sequences, int heads, int heads_per_kv, int
-    seqlen_q, int seqlen_k, int max_seqlen_q, int max_seqlen_k, int tiles_per_head, int heads_per_group, int
-    window_left, int window_right, float softmax_scale) {
-    const AttentionParams<T> p{out, lse, cu_seqlens_q, cu_seqlens_k, out_batch_stride, out_row_stride,
-        out_head_stride, lse_batch_stride, lse_head_stride, sequences, heads, heads_per_kv, seqlen_q, seqlen_k,
-        max_seqlen_q, max_seqlen_k, tiles_per_head, heads_per_group, window_left, window_right, softmax_scale};
+    const AttentionParams<T> p) {
     using Mainloop = ::Mainloop<T, HEAD_DIM, BLOCK_N, WARPGROUPS>;
     constexpr int CHUNKS = Mainloop::CHUNKS, CHUNK_COLS = Mainloop::CHUNK_COLS, BLOCK_M = Mainloop::BLOCK_M;
     constexpr int Q_BYTES = Mainloop::Q_BYTES, PART_N = BLOCK_N / MULTICAST;  // PART_N: keys that a block loads for all

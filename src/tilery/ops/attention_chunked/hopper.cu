@@ -22,8 +22,7 @@ struct PagedAttentionParams {
     int tiles_per_head;  // tiles of a sequence with max_seqlen_q queries
     int splits;
     int target_splits;  // a sequence's keys are split so many ways; never fewer than `splits`
-    int min_blocks_per_split;  // key blocks; twice as many where there are eight splits all the same, as in the host's
-                               // most_splits
+    int min_blocks_per_split;  // key blocks; up to twice as many while that leaves eight splits (host: most_splits)
     int q_rows;  // rows of a tile of queries that TMA loads
     int page_size;  // 16 or more, a power of two
     int max_seqlen_q;
@@ -106,18 +105,14 @@ __device__ void fill_rows(const PagedAttentionParams<T>& p, float* stats, Range 
 // queries and hands tiles to the consumers, and one warp fills the rows that no tile has. Each consumer warpgroup has
 // 64 rows. MULTICAST blocks of a cluster have neighbouring tiles of one KV head. They all visit the keys that any of
 // them sees, and each loads a part of every block of keys and values for all. Keys of a page that is not in the cache
-// are NaN, which k_map fills in, so rows that see them are NaN too.
+// are NaN, which k_map fills in, so rows that see them are NaN too. The params are __grid_constant__: without it some
+// instances spill (NVRTC 13.4, HEAD_DIM 256).
 template <typename T, int HEAD_DIM, int BLOCK_N, int WARPGROUPS, int STAGES, int MULTICAST>
 __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, WARPGROUPS == 1 ? 2 : 1) paged_attention(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map,
-    const int* page_table, const int* cu_seqlens_q, const int* seqlens_k, T* out, float* partial_out, float*
-    partial_stats, i64 page_table_stride, int sequences, int tokens, int kv_heads, int heads_per_kv, int
-    tiles_per_head, int splits, int target_splits, int min_blocks_per_split, int q_rows, int page_size, int
-    max_seqlen_q, int max_seqlen_k, int window_left, float softmax_scale) {
-    const PagedAttentionParams<T> p{page_table, cu_seqlens_q, seqlens_k, out, partial_out, partial_stats,
-        page_table_stride, sequences, tokens, kv_heads, heads_per_kv, tiles_per_head, splits, target_splits,
-        min_blocks_per_split, q_rows, page_size, max_seqlen_q, max_seqlen_k, window_left, softmax_scale};
+    const __grid_constant__ PagedAttentionParams<T> params) {
+    const PagedAttentionParams<T> p = params;
     constexpr int PART_N = BLOCK_N / MULTICAST, THREADS = WARPGROUPS * 128 + 128;  // PART_N: keys that a block loads for all
     // All registers of an SM are used, by one block or by two.
     constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = WARPGROUPS == 1 ? 216 : 232;

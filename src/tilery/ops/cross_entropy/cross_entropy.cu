@@ -1,9 +1,9 @@
 // Cross entropy over rows of logits, with label smoothing and z-loss; also writes the log-sum-exp. Rows are read once.
 //
 // A row belongs to a block or to a cluster of blocks. Each thread keeps an online log-sum-exp of its own until the end
-// of the row; then every warp sends its result to the first block, whose first warp combines them. With ROWS_PER_BLOCK
-// > 1 each warp has a short row of its own. A row whose target is ignore_index is not read, unless `read_ignored` is
-// set: then no row has to wait for its target.
+// of the row; then every warp sends its result to the first block, whose first warp combines them. With several
+// ROWS_PER_BLOCK each warp has a short row of its own. A row whose target is ignore_index is not read, unless
+// `read_ignored` is set: then no row has to wait for its target.
 #include "rows.cuh"
 
 template <typename T, int VEC, int THREADS, int CLUSTER, int ROWS_PER_BLOCK>

@@ -11,6 +11,22 @@
 constexpr int BLOCK_K = SWIZZLE_BYTES;  // a k-block has one scale and is as wide as the swizzle
 constexpr int WGMMAS = BLOCK_K / 32;  // along K in a k-block
 
+// The kernels take it by value and not as __grid_constant__, with which some instances need up to 4 registers more
+// (NVRTC 13.4).
+template <typename T>
+struct Fp8MatmulParams {
+    const float* a_scale;
+    i64 a_scale_row_stride;
+    i64 a_scale_col_stride;
+    const float* b_scale;
+    i64 b_scale_row_stride;
+    i64 b_scale_col_stride;
+    T* c;
+    int m;
+    int n;
+    int k;
+};
+
 // Large-M kernel. Persistent blocks with tiles of 128 × BLOCK_N. Of the last warpgroup, one warp loads tiles by TMA and
 // one loads scales by cp.async; two consumer warpgroups have 64 rows each. The columns are cut into N_PARTS of WGMMA_N
 // that share one set of partial sums: a second set would not fit the registers. TMA_STORE: c goes through shared memory
@@ -18,8 +34,7 @@ constexpr int WGMMAS = BLOCK_K / 32;  // along K in a k-block
 template <typename TA, typename TB, typename T, int N_PARTS, int WGMMA_N, int STAGES, int GROUP_M, bool TMA_STORE>
 __global__ void __launch_bounds__(384) fp8_matmul(
     const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-    const __grid_constant__ TensorMap c_map, const float* a_scale, i64 a_scale_row_stride, i64 a_scale_col_stride, const float* b_scale, i64 b_scale_row_stride,
-    i64 b_scale_col_stride, T* c, int m, int n, int k) {
+    const __grid_constant__ TensorMap c_map, const Fp8MatmulParams<T> p) {
     constexpr int BLOCK_M = 128, BLOCK_N = N_PARTS * WGMMA_N, COUNT = WGMMA_N / 2;
     constexpr int A_BYTES = BLOCK_M * BLOCK_K, STAGE_BYTES = A_BYTES + BLOCK_N * BLOCK_K;
     // Whether all columns of a part have the same scale of b; else they may have two.
@@ -33,8 +48,8 @@ __global__ void __launch_bounds__(384) fp8_matmul(
     pdl_launch_dependents();
     // The shuffle tells the compiler that the warp's number is the same in all lanes.
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), warpgroup = warp / 4;
-    const int lane = threadIdx.x % 32, k_blocks = k / BLOCK_K, first_tile = blockIdx.x, tile_stride = gridDim.x;
-    const int tiles_m = (m + BLOCK_M - 1) / BLOCK_M, tiles_n = (n + BLOCK_N - 1) / BLOCK_N, tiles = tiles_m * tiles_n;
+    const int lane = threadIdx.x % 32, k_blocks = p.k / BLOCK_K, first_tile = blockIdx.x, tile_stride = gridDim.x;
+    const int tiles_m = (p.m + BLOCK_M - 1) / BLOCK_M, tiles_n = (p.n + BLOCK_N - 1) / BLOCK_N, tiles = tiles_m * tiles_n;
     const auto locate = [&](int t, int& row0, int& col0) {
         int i, j;
         tile_coordinates<GROUP_M>(t, tiles_m, tiles_n, i, j);
@@ -59,14 +74,14 @@ __global__ void __launch_bounds__(384) fp8_matmul(
                 const float* a_scale_at[BLOCK_M / 32];
 #pragma unroll
                 for (int q = 0; q < BLOCK_M / 32; ++q)
-                    a_scale_at[q] = a_scale + min(row0 + 32 * q + lane, m - 1) * a_scale_row_stride;
+                    a_scale_at[q] = p.a_scale + min(row0 + 32 * q + lane, p.m - 1) * p.a_scale_row_stride;
                 const int column =
                     ONE_SCALE ? col0 + lane % N_PARTS * 128 : col0 + lane / 2 % N_PARTS * WGMMA_N + lane % 2 * 128;
-                const float* b_scale_at = b_scale + min(column, n - 1) / 128 * b_scale_row_stride;
-                for (int kb = 0; kb < k_blocks; ++kb, pipeline.advance(), b_scale_at += b_scale_col_stride) {
+                const float* b_scale_at = p.b_scale + min(column, p.n - 1) / 128 * p.b_scale_row_stride;
+                for (int kb = 0; kb < k_blocks; ++kb, pipeline.advance(), b_scale_at += p.b_scale_col_stride) {
                     pipeline.wait_empty();
 #pragma unroll
-                    for (int q = 0; q < BLOCK_M / 32; ++q, a_scale_at[q - 1] += a_scale_col_stride)
+                    for (int q = 0; q < BLOCK_M / 32; ++q, a_scale_at[q - 1] += p.a_scale_col_stride)
                         pipeline.load_scale(32 * q + lane, a_scale_at[q]);
                     if (lane < B_SCALES) pipeline.load_scale(BLOCK_M + lane, b_scale_at);
                     pipeline.commit_scales();
@@ -127,8 +142,8 @@ __global__ void __launch_bounds__(384) fp8_matmul(
 #pragma unroll
                 for (int part = 0; part < N_PARTS; ++part) {
                     const int col = col0 + part * WGMMA_N;
-                    store_row(c + i64{row0 + row} * n, col, n, row0 + row < m, acc[part], 0);
-                    store_row(c + i64{row0 + row + 8} * n, col, n, row0 + row + 8 < m, acc[part], 2);
+                    store_row(p.c + i64{row0 + row} * p.n, col, p.n, row0 + row < p.m, acc[part], 0);
+                    store_row(p.c + i64{row0 + row + 8} * p.n, col, p.n, row0 + row + 8 < p.m, acc[part], 2);
                 }
             }
         }
@@ -143,8 +158,7 @@ __global__ void __launch_bounds__(384) fp8_matmul(
 template <typename TA, typename TB, typename T, int BLOCK_M, int WARPGROUPS, int WARPGROUP_N, int STAGES, int SPLIT_K>
 __global__ void __launch_bounds__(WARPGROUPS * 128 + 64) fp8_matmul_small_m(
     const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-    const float* a_scale, i64 a_scale_row_stride, i64 a_scale_col_stride, const float* b_scale, i64 b_scale_row_stride,
-    i64 b_scale_col_stride, T* c, int m, int n, int k) {
+    const Fp8MatmulParams<T> p) {
     constexpr int BLOCK_N = WARPGROUPS * WARPGROUP_N, THREADS = WARPGROUPS * 128 + 64;
     constexpr int B_BYTES = BLOCK_N * BLOCK_K, STAGE_BYTES = B_BYTES + BLOCK_M * BLOCK_K;
     constexpr bool ONE_SCALE = 128 % WARPGROUP_N == 0;  // all columns of a warpgroup have one scale of b; else maybe two
@@ -157,7 +171,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 64) fp8_matmul_small_m(
     __shared__ Mbarrier received;
     TilePipeline<STAGES, STAGE_BYTES, BLOCK_M + 4> pipeline(smem, SplitK::RECEIVED_BYTES);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x % 32;
-    const SmallMScheduler<BLOCK_M, BLOCK_N, SPLIT_K> scheduler(m, n, k / BLOCK_K);
+    const SmallMScheduler<BLOCK_M, BLOCK_N, SPLIT_K> scheduler(p.m, p.n, p.k / BLOCK_K);
     if (threadIdx.x == WARPGROUPS * 128) {
         pipeline.init(WARPGROUPS * 4);
         SplitK::init(received);
@@ -186,15 +200,15 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 64) fp8_matmul_small_m(
             const float* a_scale_at[SCALES_PER_LANE];
 #pragma unroll
             for (int q = 0; q < SCALES_PER_LANE; ++q)
-                a_scale_at[q] = a_scale + min(scheduler.row(t) + 32 * q + lane, m - 1) * a_scale_row_stride;
+                a_scale_at[q] = p.a_scale + min(scheduler.row(t) + 32 * q + lane, p.m - 1) * p.a_scale_row_stride;
             const float* const b_scale_at =
-                b_scale + min(scheduler.column(t) / 128 + lane % B_SCALES, (n - 1) / 128) * b_scale_row_stride;
+                p.b_scale + min(scheduler.column(t) / 128 + lane % B_SCALES, (p.n - 1) / 128) * p.b_scale_row_stride;
             scheduler.for_each_k_block(t, [&](int kb) {
                 pipeline.wait_empty();
 #pragma unroll
                 for (int q = 0; q < SCALES_PER_LANE; ++q)
-                    if (32 * q + lane < BLOCK_M) pipeline.load_scale(32 * q + lane, a_scale_at[q] + kb * a_scale_col_stride);
-                if (lane < B_SCALES) pipeline.load_scale(BLOCK_M + lane, b_scale_at + kb * b_scale_col_stride);
+                    if (32 * q + lane < BLOCK_M) pipeline.load_scale(32 * q + lane, a_scale_at[q] + kb * p.a_scale_col_stride);
+                if (lane < B_SCALES) pipeline.load_scale(BLOCK_M + lane, b_scale_at + kb * p.b_scale_col_stride);
                 pipeline.commit_scales();
                 pipeline.advance();
             });
@@ -240,14 +254,14 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 64) fp8_matmul_small_m(
                 }
             for (; kb < scheduler.k_blocks; ++kb) multiply(partials[0]), warpgroup_wait<0>(), promote(partials[0]);
             if constexpr (SPLIT_K == 1)
-                store_transposed<WARPGROUP_N>(acc, c, scheduler.row(t), scheduler.column(t) + warpgroup * WARPGROUP_N,
-                                              m, n);
+                store_transposed<WARPGROUP_N>(acc, p.c, scheduler.row(t), scheduler.column(t) + warpgroup * WARPGROUP_N,
+                                              p.m, p.n);
         }
     }
     if constexpr (SPLIT_K > 1) {
         __syncthreads();  // all warps are done with the stages
-        SplitK::reduce_and_store(acc, reinterpret_cast<float*>(pipeline.tiles), pipeline.after_tiles(), received, c,
-                                 scheduler.row(scheduler.first_tile), scheduler.column(scheduler.first_tile), m, n,
+        SplitK::reduce_and_store(acc, reinterpret_cast<float*>(pipeline.tiles), pipeline.after_tiles(), received, p.c,
+                                 scheduler.row(scheduler.first_tile), scheduler.column(scheduler.first_tile), p.m, p.n,
                                  [](float (&)[4], int, int) {});
     }
 }
