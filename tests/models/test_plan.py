@@ -354,7 +354,7 @@ def test_cases_are_distinct_exist_and_come_most_valuable_first():
 
 
 def test_the_ceilings_kept_of_an_h200_were_measured():
-    runs = json.loads((Path(__file__).parents[1] / "workbench" / "data" / "h200.json").read_text())["runs"]
+    runs = json.loads((Path(__file__).parents[1] / "pages" / "data" / "h200.json").read_text())["runs"]
     measured = [Ceilings(**run["machine"]["ceilings"]["NVIDIA H200"]) for run in runs]
     assert H200.device == "NVIDIA H200" and H200.ceilings in measured
 

@@ -107,7 +107,7 @@ import hashlib
 from tilery.languages import cuda_glue
 print(hashlib.sha256(cuda_glue.compile_source({SOURCE!r}, ({NAME!r},), "sm_90").cubin).hexdigest())
 """
-    paths = [str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "TILERY_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     both = [
         subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
