@@ -8,12 +8,14 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import plant
 import tilery.ops
 from cases import plain_case
-from tilery.base.errors import BadInput
+from tilery.base.errors import BadInput, require
 from tilery.base.spec import Bucket, Cost, TensorSpec, case
 from tilery.core import plan as plan_module
 from tilery.core.op import REGISTRY, Op
+from tilery.measure.check import check
 
 OPS = pytest.mark.parametrize("op", list(REGISTRY.values()), ids=lambda op: op.name)
 
@@ -133,49 +135,40 @@ def test_vmap_sees_every_row():
     assert torch.allclose(torch.vmap(lambda t: tilery.softmax(t))(x), torch.softmax(x, -1), atol=1e-6)
 
 
-# An op made here, to show what the four ops do not use yet: a backward that is an op of its own, and one in place.
-
-
-def toy(name, reference, **more):
-    def same(*specs):
-        return (TensorSpec.contiguous(specs[0].shape, specs[0].dtype, specs[0].device),)
-
-    reference.__name__ = name
-    contract = {
-        "check": lambda *s: None, "outputs": same, "cost": lambda *s: Cost(1, 1, 1), "kernels": ("numba",),
-        "bucket": lambda *s: Bucket("", {}), "inputs": lambda m, device, seed: {"x": torch.randn(m)},
-        "cases": {"test": [case(m=3)], "bench": []}, "allowed": {torch.float32: 1e-6}, "baselines": {},
-    }  # fmt: skip
-    made = Op(reference, **contract | more)
-    made.modules = {"numba": f"{__name__}.{name}"}
-    REGISTRY.pop(name)
-    return made
+# Ops made here, to show single rules: a backward that is an op of its own, a scalar that decides, one in place.
 
 
 @pytest.fixture
-def toys(monkeypatch):
-    import sys
-    from types import SimpleNamespace
+def toy(monkeypatch):
+    """Makes an op whose kernel is torch's: `run` of its arguments and outputs, by the names of its own parameters."""
 
-    def kernel(name, run):
-        blank = {"archs": ("cpu",), "Config": int, "default": lambda *s: 0, "refusal": lambda *s, config: None}
-        monkeypatch.setitem(sys.modules, f"{__name__}.{name}", SimpleNamespace(run=run, **blank))
+    def make(reference, run, **more):
+        name, arguments = reference.__name__, run.__code__.co_varnames[: run.__code__.co_argcount]
+        contract = {
+            "check": lambda call: None, "outputs": lambda call: {"y": TensorSpec(*call.x)},
+            "cost": lambda call: Cost(1, 1, 1), "bucket": lambda call: Bucket("", {}),
+            "inputs": lambda m, device, seed: {"x": torch.randn(m)}, "cases": {"test": [case(m=3)], "bench": []},
+            "allowed": {torch.float32: 1e-6}, "baselines": {},
+            "kernels": {"numba": plant.place_of(monkeypatch, name, plant.ByTorch(run, *arguments))},
+        }  # fmt: skip
+        made = Op(reference, **contract | more)
+        REGISTRY.pop(name)
+        return made
 
-    kernel("toy_square", lambda outs, args, config: torch.mul(args[0], args[0], out=outs[0]))
-    kernel("toy_square_bwd", lambda outs, args, config: torch.mul(args[0] * 2, args[1], out=outs[0]))
-    kernel("toy_scale", lambda outs, args, config: torch.mul(args[0], 1 + args[1], out=outs[0]))
-    kernel("toy_double_", lambda outs, args, config: args[0].mul_(2))
+    return make
 
 
-def test_a_backward_is_an_op_of_its_own(toys):
-    def backward_reference(x: Tensor, grad: Tensor) -> Tensor:
-        return 2 * x * grad
+def test_a_backward_is_an_op_of_its_own(toy):
+    def toy_square_backward(x: Tensor, dy: Tensor) -> Tensor:
+        return 2 * x * dy
 
-    def forward_reference(x: Tensor) -> Tensor:
+    def toy_square(x: Tensor) -> Tensor:
         return x * x
 
-    backward = toy("toy_square_bwd", backward_reference)
-    square = toy("toy_square", forward_reference, backward=lambda args, outs, grads: backward(args[0], grads[0]))
+    backward = toy(toy_square_backward, lambda x, dy, y: torch.mul(2 * x, dy, out=y))
+    square = toy(
+        toy_square, lambda x, y: torch.mul(x, x, out=y), backward=lambda call, grads: {"x": backward(call.x, grads.y)}
+    )
     x = torch.randn(5, requires_grad=True)
     for call in (square, torch.ops.tilery.toy_square):
         x.grad = None
@@ -186,26 +179,69 @@ def test_a_backward_is_an_op_of_its_own(toys):
     torch.library.opcheck(square.torch_op.default, (torch.randn(5, requires_grad=True),))
 
 
-def test_a_scalar_that_decides_is_part_of_the_key(toys):
-    def reference(x: Tensor, twice: bool = False) -> Tensor:
+def test_a_gradient_of_what_is_no_argument_is_a_mistake_in_the_contract(toy):
+    def toy_negate(x: Tensor) -> Tensor:
+        return -x
+
+    negate = toy(toy_negate, lambda x, y: torch.neg(x, out=y), backward=lambda call, grads: {"z": -grads.y})
+    with pytest.raises(AssertionError, match="toy_negate: gradients of z, which it does not have"):
+        negate(torch.randn(5, requires_grad=True)).sum().backward()
+
+
+def test_a_backward_sees_arguments_outputs_and_gradients_by_name(toy):
+    def toy_exp(x: Tensor, w: Tensor | None, by: float = 1.0) -> Tensor:
+        return x.exp() * by
+
+    def backward(call, grads):
+        seen.append((call.w, call.by))
+        return {"x": grads.y * call.y}  # nothing for w and by
+
+    seen = []
+    exp = toy(toy_exp, lambda x, by, y: y.copy_(x.exp() * by), backward=backward, runtime=("by",))
+    x = torch.randn(5, requires_grad=True)
+    exp(x, None, 3.0).sum().backward()
+    assert torch.allclose(x.grad, 3 * x.detach().exp()) and seen == [(None, 3.0)]
+
+
+def test_a_scalar_that_decides_is_part_of_the_key(toy):
+    def toy_scale(x: Tensor, twice: bool = False) -> Tensor:
         return x * (2 if twice else 1)
 
-    scale = toy("toy_scale", reference)
+    scale = toy(toy_scale, lambda x, twice, y: torch.mul(x, 1 + twice, out=y))
     x = torch.randn(5)
     for _ in range(2):  # by the key, then by the recent plan
         assert torch.equal(scale(x, True), 2 * x) and torch.equal(scale(x, False), x) and torch.equal(scale(x), x)
     assert len(scale.plans) == 2
 
 
-def test_an_op_in_place_says_what_it_mutates(toys):
-    from tilery.measure.check import check
-
-    def reference(x: Tensor) -> None:
+def test_an_op_in_place_says_what_it_mutates(toy):
+    def toy_double_(x: Tensor) -> None:
         x.mul_(2)
 
-    double = toy("toy_double_", reference, mutates=("x",), outputs=lambda x: ())
+    double = toy(toy_double_, lambda x: x.mul_(2), mutates=("x",), outputs=lambda call: {})
     x = torch.ones(3)
     version = x._version
     assert double(x) is None and torch.equal(x, torch.full((3,), 2.0)) and x._version > version
     assert "Tensor(a0!) x" in str(double.torch_op.default._schema)
     assert check(double, "numba", case(m=3), "cpu").errors == (0.0,)
+
+
+def test_runtime_scalars_are_checked_by_name_at_every_call(toy):
+    def toy_drop(x: Tensor, seed: int = 0, p: float = 0.5) -> Tensor:
+        return x * p
+
+    def check_runtime(p, seed):
+        require(0 <= p <= 1, f"p must be a probability, got {p}")
+        require(seed >= 0, f"seed must not be negative, got {seed}")
+
+    drop = toy(
+        toy_drop, lambda x, p, y: torch.mul(x, p, out=y), runtime=("seed", "p"), check_runtime=check_runtime
+    )  # fmt: skip
+    x = torch.ones(5)
+    for _ in range(2):
+        assert torch.equal(drop(x, p=0.25), 0.25 * x)
+        with pytest.raises(BadInput, match="toy_drop: p must be a probability, got 2"):
+            drop(x, p=2)
+        with pytest.raises(BadInput, match="toy_drop: seed must not be negative, got -1"):
+            drop(x, -1)
+    assert len(drop.plans) == 1

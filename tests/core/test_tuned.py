@@ -7,31 +7,63 @@ import os
 import subprocess
 import sys
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
 
+import plant
 import tilery
 from tilery.base import settings
 from tilery.base.errors import BadTunedFile, NotWritten
 from tilery.base.spec import Bucket, TensorSpec
 from tilery.core import tuned, tuned_files
 from tilery.hardware import device
-from tilery.ops import matmul
+from tilery.ops import softmax
 
-K, N, M = 256, 8192, 4096
+M, N = 4096, 256
 SLUG = device.slug(torch.device("cpu"))
-B = TensorSpec.contiguous((K, N), torch.float32, "cpu")
+TILES = "numba.tiles"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    tile: int
+    kind: str = "plain"
+
+    old_names: ClassVar = {"block": "tile"}
+    old_values: ClassVar = {"kind": {"simple": "plain"}}
+
+
+class Tiles(plant.ByTorch):
+    Config = Config
+
+    def default(self, call):
+        return Config(8)
+
+    def refusal(self, call, config=None):
+        return f"tile of {config.tile} is more than 8" if config and config.tile > 8 else None
+
+
+ONE, TWO = Config(1), Config(2)
+
+
+@pytest.fixture(autouse=True)
+def _tiles(monkeypatch):
+    """softmax has a kernel more, whose configs are tuned here."""
+    plant.add(monkeypatch, softmax, TILES, Tiles(lambda x, y: y.copy_(x.softmax(-1)), "x", "y"))
+    yield
+    tuned.reload()
 
 
 def specs(m=M):
-    return TensorSpec.contiguous((m, K), torch.float32, "cpu"), B, "ieee"
+    return (TensorSpec.contiguous((m, N), torch.float32, "cpu"),)
 
 
-BUCKET = matmul.bucket(*specs())
+BUCKET = softmax.bucket(softmax.call(specs()))
 
 
-def entry(config, m=M, ms=1.0, exact=BUCKET.exact, kernel="numba", **more):
+def entry(config, m=M, ms=1.0, exact=BUCKET.exact, kernel=TILES, **more):
     blank = {
         "interval": [0.9, 1.1],
         "error": 1e-7,
@@ -49,9 +81,9 @@ def store(tmp_path):
     """Writes the user's file for this CPU."""
 
     def write(text):
-        path = tmp_path / "matmul" / f"{SLUG}.json"
+        path = tmp_path / "softmax" / f"{SLUG}.json"
         path.parent.mkdir(exist_ok=True)
-        document = {"schema": 1, "op": "matmul", "device": SLUG, "entries": text}
+        document = {"schema": 1, "op": "softmax", "device": SLUG, "entries": text}
         data = text if isinstance(text, str | bytes) else json.dumps(document, indent=1)
         path.write_bytes(data if isinstance(data, bytes) else data.encode())
         tuned.reload()
@@ -62,54 +94,43 @@ def store(tmp_path):
     tuned.reload()
 
 
-HEAD = f'{{"schema": 1, "op": "matmul", "device": "{SLUG}", "entries": ['
-
-
-def configs():
-    found = matmul.kernel("numba").configs(*specs())
-    return [c for c in found if c != matmul.kernel("numba").default(*specs())]
+HEAD = f'{{"schema": 1, "op": "softmax", "device": "{SLUG}", "entries": ['
 
 
 def plan(m=M):
-    return matmul.plan(specs(m))
+    return softmax.plan(specs(m))
 
 
 def test_tuned_beats_default_and_explicit_beats_tuned(store):
-    first, *_ = configs()
-    store([entry(dataclasses.asdict(first))])
-    assert (plan().config, plan().source) == (first, "tuned")
-    explicit = matmul.kernel("numba").default(*specs())
-    chosen = matmul.plan(specs(), "numba", explicit)
-    assert (chosen.config, chosen.source) == (explicit, "explicit")
+    store([entry(dataclasses.asdict(ONE))])
+    assert (plan().kernel, plan().config, plan().source) == (TILES, ONE, "tuned")
+    chosen = softmax.plan(specs(), TILES, TWO)
+    assert (chosen.config, chosen.source) == (TWO, "explicit")
 
 
 def test_the_nearest_larger_bucket_is_taken(store):
-    one, two = configs()[:2]
-    store([entry(dataclasses.asdict(one), m=M), entry(dataclasses.asdict(two), m=2 * M)])
-    assert plan(1).config == plan(M).config == one
-    assert plan(M + 1).config == plan(2 * M).config == two
+    store([entry(dataclasses.asdict(ONE), m=M), entry(dataclasses.asdict(TWO), m=2 * M)])
+    assert plan(1).config == plan(M).config == ONE
+    assert plan(M + 1).config == plan(2 * M).config == TWO
     assert plan(2 * M + 1).source == "default"
 
 
 def test_another_exact_part_does_not_carry_over(store):
-    store([entry(dataclasses.asdict(configs()[0]), exact=f"n=17,k={K},fp32,nn")])
+    store([entry(dataclasses.asdict(ONE), exact="n=17,fp32")])
     assert plan().source == "default"
 
 
 def test_the_fastest_in_the_bucket_wins_unless_it_refuses(store, monkeypatch):
-    slow, fast = configs()[:2]
-    store([entry(dataclasses.asdict(slow), ms=2.0), entry(dataclasses.asdict(fast), ms=1.0)])
-    assert plan().config == fast
-    monkeypatch.setattr(
-        matmul.kernel("numba"), "refusal", lambda *specs, config=None: "strides" if config == fast else None
-    )
-    assert plan().config == slow
+    store([entry(dataclasses.asdict(ONE), ms=2.0), entry(dataclasses.asdict(TWO), ms=1.0)])
+    assert plan().config == TWO
+    plant.refusing(monkeypatch, softmax, TILES, lambda config: "strides" if config == TWO else None)
+    assert plan().config == ONE
 
 
 def test_stale_entries_are_used_and_said(store):
-    store([entry(dataclasses.asdict(configs()[0]), versions={"numba": "0.1.0"})])
+    store([entry(dataclasses.asdict(ONE), versions={"numba": "0.1.0"})])
     assert plan().source.startswith("tuned (stale: numba 0.1.0, now ")
-    store([entry(dataclasses.asdict(configs()[0]), versions={"tilery": "0.0.1", "warp_drive": "580"})])
+    store([entry(dataclasses.asdict(ONE), versions={"tilery": "0.0.1", "warp_drive": "580"})])
     assert plan().source == f"tuned (stale: tilery 0.0.1, now {tilery.__version__})"
 
 
@@ -119,13 +140,13 @@ def test_stale_entries_are_used_and_said(store):
         ('{"schema": 1,\n "entries": [\n  nonsense]}', r"\.json:3: Expecting value; mend it or move it away"),
         ('{"schema": 1, "schema": 1}', r"\.json:1: the field 'schema' stands twice; mend it"),
         ("[]", r'\.json:1: expected {"schema": 1.*, got list'),
-        ('{"schema": 1, "op": "matmul", "device": "x", "notes": 1}', r"lacks \['entries'\], has unknown \['notes'\]"),
-        ('{"schema": 1, "op": "matmul", "device": "x", "entries": 1}', r"\.json:1: entries must be list, got 1"),
+        ('{"schema": 1, "op": "softmax", "device": "x", "notes": 1}', r"lacks \['entries'\], has unknown \['notes'\]"),
+        ('{"schema": 1, "op": "softmax", "device": "x", "entries": 1}', r"\.json:1: entries must be list, got 1"),
         (
-            '{"schema": 1, "op": "matmul", "device": "nvidia_h100", "entries": []}',
-            rf"expected the entries of matmul on {SLUG}, got those of matmul on nvidia_h100; .*configs import",
+            '{"schema": 1, "op": "softmax", "device": "nvidia_h100", "entries": []}',
+            rf"expected the entries of softmax on {SLUG}, got those of softmax on nvidia_h100; .*configs import",
         ),
-        (HEAD.replace("matmul", "softmax") + "]}", r"\.json:1: expected .* got those of softmax on"),
+        (HEAD.replace("softmax", "matmul") + "]}", r"\.json:1: expected .* got those of matmul on"),
         (b"\xff\xfe", r"\.json:1: .*can't decode"),
         ('{"schema": 99, "entries": []}', r'\.json:1: expected {"schema": 1.*, got schema 99'),
         (
@@ -151,7 +172,7 @@ def test_a_corrupt_file_is_an_error_with_its_line_and_stays(store, text, message
         ({"interval": [1.0]}, r"interval must be \[low, high\], got \[1.0\]"),
         ({"bit_identical": 1}, "bit_identical must be true or false, got 1"),
         ({"registers": True}, "registers must be a whole number or null, got True"),
-        ({"kernel": "warp_drive"}, "matmul has no kernel 'warp_drive', it has "),
+        ({"kernel": "warp_drive"}, "softmax has no kernel 'warp_drive', it has "),
         ({"versions": None}, "versions must be dict, got None"),
         ({"config": "fast"}, "config must be dict, got 'fast'"),
     ],
@@ -163,7 +184,7 @@ def test_a_value_of_the_wrong_kind_is_named(store, wrong, message):
 
 
 def test_the_line_is_that_of_the_bad_entry(store):
-    good = json.dumps(entry(dataclasses.asdict(configs()[0])))
+    good = json.dumps(entry(dataclasses.asdict(ONE)))
     store(HEAD + "\n" + good + ",\n\n" + '{"kernel": 1}\n]}')
     with pytest.raises(BadTunedFile, match=r"\.json:4: entry lacks"):
         plan()
@@ -171,33 +192,58 @@ def test_the_line_is_that_of_the_bad_entry(store):
 
 def test_an_unknown_config_field_is_named(store):
     store([entry({"warp_drive": 9})])
-    with pytest.raises(BadTunedFile, match=r"\.json:\d+: numba has no config .*warp_drive"):
+    with pytest.raises(BadTunedFile, match=r"\.json:\d+: numba\.tiles has no config .*warp_drive"):
         plan()
 
 
 @pytest.mark.parametrize("wrong", ["big", 1.5, True, None])
 def test_a_config_value_of_the_wrong_kind_is_named(store, wrong):
-    store([entry(dataclasses.asdict(configs()[0]) | {"tile_m": wrong})])
-    with pytest.raises(BadTunedFile, match=r"\.json:\d+: numba has no config .*tile_m must be int, got "):
+    store([entry({"tile": wrong})])
+    with pytest.raises(BadTunedFile, match=r"\.json:\d+: numba\.tiles has no config .*tile must be int, got "):
+        plan()
+
+
+@pytest.mark.parametrize("old", [{"block": 2}, {"tile": 2, "kind": "simple"}, {"block": 2, "kind": "simple"}])
+def test_fields_and_values_of_an_older_tilery_are_read_under_their_names_of_now(store, old):
+    store([entry(old)])
+    assert (plan().config, plan().source) == (TWO, "tuned")
+    assert tuned.present_fields(Config, old)["tile"] == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "now"),
+    [
+        ({"tile": 3, "kind": "other"}, {"tile": 3, "kind": "other"}),  # a value that has no older spelling
+        ({"kind": 5}, {"kind": 5}),  # of another kind: whoever makes the config says so
+        ({}, {}),
+    ],
+)
+def test_what_has_no_older_name_stays(fields, now):
+    assert tuned.present_fields(Config, fields) == now
+    assert tuned.present_fields(plant.NoChoice, fields) == fields, "a config need not have older names"
+
+
+def test_an_unknown_field_of_an_older_file_is_named_as_it_stands(store):
+    store([entry({"block": 2, "warps": 4})])
+    with pytest.raises(BadTunedFile, match=r"has no config {'block': 2, 'warps': 4}: .*'warps'"):
         plan()
 
 
 def test_rank_goes_before_time(store):
-    first, second = configs()[:2]
-    store([entry(dataclasses.asdict(first), ms=1.0, rank=1), entry(dataclasses.asdict(second), ms=1.001, rank=0)])
-    assert plan().config == second
+    store([entry(dataclasses.asdict(ONE), ms=1.0, rank=1), entry(dataclasses.asdict(TWO), ms=1.001, rank=0)])
+    assert plan().config == TWO
 
 
 def test_an_entry_beyond_the_kernels_limits_is_refused_by_name_and_the_next_is_taken(store, capsys):
-    good, bad = dataclasses.asdict(configs()[0]), dataclasses.asdict(configs()[0]) | {"tile_m": 7}
+    good, bad = dataclasses.asdict(ONE), {"tile": 9}
     path = store([entry(bad), entry(good, rank=1)])
     with settings.override(explain=True):
         made = plan()
-    assert (made.config, made.source) == (configs()[0], "tuned")
+    assert (made.config, made.source) == (ONE, "tuned")
     said = capsys.readouterr().err
-    assert "numba as tuned in " in said and f"{path}:" in said and "refused: tile of 7 x " in said
+    assert f"{TILES} as tuned in " in said and f"{path}:" in said and "refused: tile of 9 is more than 8" in said
     store([entry(bad)])
-    assert plan().source == "default" and any("tile of 7 x" in why for why in plan().refusals.values())
+    assert plan().source == "default" and "tile of 9 is more than 8" in plan().refusals.values()
 
 
 def test_nearest_wants_every_scaled_value_no_smaller():
@@ -218,41 +264,40 @@ def held(path):
 
 
 def test_what_is_written_is_used_at_once_and_others_are_kept(tmp_path):
-    one, two = configs()[:2]
     with settings.override(config_dir=tmp_path):
         assert plan().source == "default"
-        path = tuned.write(matmul, SLUG, [made(one), made(dataclasses.asdict(two), ms=2.0, rank=1)])
-        assert path == tmp_path / "matmul" / f"{SLUG}.json" and (plan().config, plan().source) == (one, "tuned")
-        tuned.write(matmul, SLUG, [made(two, m=2 * M, ms=7.0)])
-        assert held(path) == [("numba", M, 1.0), ("numba", M, 2.0), ("numba", 2 * M, 7.0)]
-        tuned.write(matmul, SLUG, [made(two, ms=3.0)])  # the whole bucket is replaced, its runner-up too
-        assert held(path) == [("numba", M, 3.0), ("numba", 2 * M, 7.0)] and plan().config == two
-        assert tuned.read(path, matmul)[1].line == 3
+        path = tuned.write(softmax, SLUG, [made(ONE), made(dataclasses.asdict(TWO), ms=2.0, rank=1)])
+        assert path == tmp_path / "softmax" / f"{SLUG}.json" and (plan().config, plan().source) == (ONE, "tuned")
+        tuned.write(softmax, SLUG, [made(TWO, m=2 * M, ms=7.0)])
+        assert held(path) == [(TILES, M, 1.0), (TILES, M, 2.0), (TILES, 2 * M, 7.0)]
+        tuned.write(softmax, SLUG, [made(TWO, ms=3.0)])  # the whole bucket is replaced, its runner-up too
+        assert held(path) == [(TILES, M, 3.0), (TILES, 2 * M, 7.0)] and plan().config == TWO
+        assert tuned.read(path, softmax)[1].line == 3
     tuned.reload()
 
 
 def test_the_same_entries_give_the_same_file_in_any_order(tmp_path):
-    entries = [made(configs()[0], m=m, ms=float(m), rank=rank) for m in (1, 2) for rank in (0, 1)]
-    one, two = (tuned.write(matmul, SLUG, es, tmp_path / n) for n, es in (("a", entries), ("b", entries[::-1])))
+    entries = [made(ONE, m=m, ms=float(m), rank=rank) for m in (1, 2) for rank in (0, 1)]
+    one, two = (tuned.write(softmax, SLUG, es, tmp_path / n) for n, es in (("a", entries), ("b", entries[::-1])))
     assert one.read_bytes() == two.read_bytes() and one.read_text().count("\n") == 6
 
 
 def test_a_corrupt_file_is_not_written_over(store):
     path = store("{")
     with pytest.raises(BadTunedFile, match=r"\.json:1: "):
-        tuned.write(matmul, SLUG, [made(configs()[0])])
+        tuned.write(softmax, SLUG, [made(ONE)])
     assert path.read_text() == "{"
 
 
 def test_an_entry_that_could_not_be_read_is_not_written(tmp_path):
     with pytest.raises(BadTunedFile, match="roof must be a number, got None"):
-        tuned.write(matmul, SLUG, [made(configs()[0], roof=None)], tmp_path)
+        tuned.write(softmax, SLUG, [made(ONE, roof=None)], tmp_path)
     assert not list(tmp_path.rglob("*.json"))
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_full_disk_is_said_and_the_old_file_stays_whole(tmp_path, monkeypatch, step):
-    path = tuned.write(matmul, SLUG, [made(configs()[0])], tmp_path)
+    path = tuned.write(softmax, SLUG, [made(ONE)], tmp_path)
     before = path.read_bytes()
 
     def full(*_):
@@ -262,25 +307,25 @@ def test_a_full_disk_is_said_and_the_old_file_stays_whole(tmp_path, monkeypatch,
     with pytest.raises(
         NotWritten, match=rf"{SLUG}\.json cannot be written: No space left on device; what it held is as"
     ):
-        tuned.write(matmul, SLUG, [made(configs()[1])], tmp_path)
+        tuned.write(softmax, SLUG, [made(TWO)], tmp_path)
     assert path.read_bytes() == before and not list(tmp_path.rglob("*.tmp"))
 
 
 def test_an_unwritable_folder_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(NotWritten, match=r"cannot be written: .*name another place"):
-        tuned.write(matmul, SLUG, [made(configs()[0])], tmp_path / "file")
+        tuned.write(softmax, SLUG, [made(ONE)], tmp_path / "file")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission_is_named(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(NotWritten, match="Permission denied"):
-        tuned.write(matmul, SLUG, [made(configs()[0])], tmp_path)
+        tuned.write(softmax, SLUG, [made(ONE)], tmp_path)
 
 
 def test_a_lock_that_is_not_given_back_is_said(tmp_path, monkeypatch):
-    path = tuned.write(matmul, SLUG, [made(configs()[0])], tmp_path)
+    path = tuned.write(softmax, SLUG, [made(ONE)], tmp_path)
     monkeypatch.setattr(tuned_files, "_WAIT_S", 0.05)
     script = (
         "import sys, filelock; held = filelock.FileLock(sys.argv[1]); held.acquire(); print(1, flush=True); input()"
@@ -289,35 +334,34 @@ def test_a_lock_that_is_not_given_back_is_said(tmp_path, monkeypatch):
     with subprocess.Popen([sys.executable, "-c", script, lock], stdin=-1, stdout=-1) as other:
         other.stdout.readline()
         with pytest.raises(NotWritten, match="another process holds its lock"):
-            tuned.write(matmul, SLUG, [made(configs()[1])], tmp_path)
+            tuned.write(softmax, SLUG, [made(TWO)], tmp_path)
         other.communicate(b"\n")
-    tuned.write(matmul, SLUG, [made(configs()[1])], tmp_path)
+    tuned.write(softmax, SLUG, [made(TWO)], tmp_path)
 
 
 def test_two_writers_of_one_file_both_survive(tmp_path):
     def writes(first):
         for m in range(first, 100, 2):
-            tuned.write(matmul, SLUG, [made(configs()[0], m=m)], tmp_path)
+            tuned.write(softmax, SLUG, [made(ONE, m=m)], tmp_path)
 
     threads = [threading.Thread(target=writes, args=(first,)) for first in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    path = tmp_path / "matmul" / f"{SLUG}.json"
+    path = tmp_path / "softmax" / f"{SLUG}.json"
     assert [m for _, m, _ in held(path)] == list(range(100)) and not list(tmp_path.rglob("*.tmp"))
 
 
 def test_candidates_are_kept_by_origin_and_bucket(tmp_path):
-    one, two = configs()[:2]
     with settings.override(config_dir=tmp_path):
-        assert tuned.candidates(matmul, SLUG) == []
-        tuned.write_candidates(matmul, SLUG, [made(one, origin="H100")])
-        tuned.write_candidates(matmul, SLUG, [made(one, origin="H20"), made(two, origin="H100")])
-        found = tuned.candidates(matmul, SLUG)
+        assert tuned.candidates(softmax, SLUG) == []
+        tuned.write_candidates(softmax, SLUG, [made(ONE, origin="H100")])
+        tuned.write_candidates(softmax, SLUG, [made(ONE, origin="H20"), made(TWO, origin="H100")])
+        found = tuned.candidates(softmax, SLUG)
         assert plan().source == "default"  # a candidate is not an entry
-    fields = [(dataclasses.asdict(two), "H100"), (dataclasses.asdict(one), "H20")]
-    assert found == [(BUCKET.exact, {"m": M}, "numba", config, origin) for config, origin in fields]
+    fields = [(dataclasses.asdict(TWO), "H100"), (dataclasses.asdict(ONE), "H20")]
+    assert found == [(BUCKET.exact, {"m": M}, TILES, config, origin) for config, origin in fields]
 
 
 def test_the_stamp_says_what_is_here_and_is_not_stale():

@@ -3,24 +3,24 @@
 import pytest
 import torch
 
+from tilery import languages
 from tilery.base import settings
+from tilery.base.errors import BadTunedFile
 from tilery.base.spec import TensorSpec
 from tilery.core import tuned
-from tilery.core.op import Op
+from tilery.core.op import REGISTRY, Op
 from tilery.hardware import device
-from tilery.ops import matmul
+from tilery.ops import softmax
 
-SPECS = (*(TensorSpec.contiguous(shape, torch.float32, "cpu") for shape in ((4096, 256), (256, 8192))), "ieee")
+SPECS = (TensorSpec.contiguous((4096, 256), torch.float32, "cpu"),)
+CALL = softmax.call(SPECS)
 HERE = device.slug(torch.device("cpu"))
-
-
-def configs():
-    kernel = matmul.kernel("numba")
-    return [config for config in kernel.configs(*SPECS) if config != kernel.default(*SPECS)]
+NUMBA = softmax.kernel("numba")
+SHIPPED, OWN = (NUMBA.Config(parallel) for parallel in (False, True))
 
 
 def entry(config):
-    bucket = matmul.bucket(*SPECS)
+    bucket = softmax.bucket(CALL)
     return tuned.Entry(
         "numba", bucket.exact, bucket.scaled, config, ms=1.0, interval=[0.9, 1.1], error=1e-7, bit_identical=True,
         registers=None, spills=None, roof=0.5, versions={}, device="CPU", when="2026-01-01T00:00:00Z",
@@ -29,16 +29,17 @@ def entry(config):
 
 @pytest.fixture
 def keep(tmp_path, monkeypatch):
-    """Keeps a config of a device, for the user or as it is shipped."""
-    users, shipped = tmp_path / "users", tmp_path / "shipped"
-    monkeypatch.setattr(Op, "folder", property(lambda op: shipped / op.name))
+    """Keeps a config for a device, for the user or as it is shipped."""
+    users, ops = tmp_path / "users", tmp_path / "ops"
+    monkeypatch.setattr(Op, "folder", property(lambda op: ops))
 
     def write(config, slug=HERE, own=True):
-        path = tuned.write(matmul, slug, [entry(config)], users if own else tmp_path / "made")
+        path = tuned.write(softmax, slug, [entry(config)], users if own else tmp_path / "made")
         if not own:
-            (shipped / "matmul" / "tuned").mkdir(parents=True)
-            path.rename(shipped / "matmul" / "tuned" / path.name)
+            (ops / "tuned" / slug).mkdir(parents=True)
+            path = path.rename(ops / "tuned" / slug / "softmax.json")
             tuned.reload()
+        return path
 
     with settings.override(config_dir=users):
         yield write
@@ -48,13 +49,42 @@ def keep(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("own", [True, False], ids=["the user's", "shipped"])
 def test_what_was_tuned_for_another_device_is_not_used(keep, own):
-    keep(configs()[0], slug="a_faster_machine", own=own)
-    assert matmul.plan(SPECS).source == "default"
+    keep(OWN, slug="a_faster_machine", own=own)
+    assert softmax.plan(SPECS).source == "default"
 
 
 def test_the_users_entry_goes_before_the_shipped_one(keep):
-    shipped, own = configs()[:2]
-    keep(shipped, own=False)
-    assert (matmul.plan(SPECS).config, matmul.plan(SPECS).source) == (shipped, "tuned")
-    keep(own)
-    assert matmul.plan(SPECS).config == own
+    keep(SHIPPED, own=False)
+    assert (softmax.plan(SPECS).config, softmax.plan(SPECS).source) == (SHIPPED, "tuned")
+    keep(OWN)
+    assert softmax.plan(SPECS).config == OWN
+
+
+def test_a_shipped_file_lies_in_the_folder_of_its_device(keep, tmp_path):
+    path = keep(SHIPPED, own=False)
+    assert path == tmp_path / "ops" / "tuned" / HERE / "softmax.json" == tuned.files(softmax, HERE)[1]
+    assert tuned.shipped(softmax) == {HERE: path} and tuned.shipped(REGISTRY["matmul"]) == {}
+    path.parent.rename(path.parent.with_name("elsewhere"))
+    with pytest.raises(BadTunedFile, match=f"expected the entries of softmax on elsewhere, got those of .* {HERE}"):
+        tuned.read(tuned.shipped(softmax)["elsewhere"], softmax)
+
+
+# What is shipped
+
+FILES = [pytest.param(op, path, id=f"{op.name}-{slug}") for op in REGISTRY.values()
+         for slug, path in tuned.shipped(op).items()]  # fmt: skip
+
+
+def test_there_are_shipped_files():
+    assert len(FILES) >= 6
+
+
+@pytest.mark.parametrize(("op", "path"), FILES)
+def test_a_shipped_file_is_read_and_its_configs_are_those_of_its_kernels(op, path):
+    entries = tuned.read(path, op)
+    assert entries
+    for each in entries:
+        if languages.missing(each.kernel) is None:
+            kind = op.kernel(each.kernel).Config
+            assert isinstance(tuned.config_of(op, each, path), kind)
+            assert tuned.present_fields(kind, each.config) == each.config, "shipped files have the names of now"

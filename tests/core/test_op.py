@@ -1,22 +1,17 @@
-"""The way of a call: arguments, plans, policy, devices, threads."""
+"""A call of an op: bad input, gradients, outputs, scalars, and what an op is to Python."""
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
 import tilery
-from tilery import languages
-from tilery.base import settings
-from tilery.base.errors import BadInput, NoBackend, NoBackward
-from tilery.base.spec import Bucket, TensorSpec
+from tilery.base.errors import BadInput, NoBackward
+from tilery.base.spec import TensorSpec
 from tilery.core.op import REGISTRY
-from tilery.hardware import device
-from tilery.ops import cross_entropy, linear, matmul, rms_norm, rms_norm_fp8, silu_mul, softmax
+from tilery.ops import linear, matmul, rms_norm, rms_norm_fp8, silu_mul, softmax
 
 X, W = torch.randn(4, 8), torch.randn(8)
 A, B = torch.randn(4, 8), torch.randn(8, 6)
@@ -82,34 +77,10 @@ def test_bad_input_is_named(call, message):
         call()
 
 
-def test_another_kernels_config_is_refused():
-    other = matmul.kernel("numba").Config
-    config = next(iter(matmul.kernel("numba").configs(*matmul.specs((A, B, "ieee")))))
-    assert isinstance(config, other)
-    with pytest.raises(BadInput, match="rms_norm: config must be numba's Config"):
-        rms_norm(X, W, backend="numba", config=config)
-
-
 def test_tensors_on_two_devices_are_named():
     x, w = (TensorSpec.contiguous(s, torch.float32, d) for s, d in (((4, 8), "cuda:0"), ((8,), "cpu")))
     with pytest.raises(BadInput, match="all tensors must be on one device, got x on cuda:0, weight on cpu"):
         rms_norm.plan((x, w))
-
-
-def test_error_lists_every_refusal_with_the_pip_command(monkeypatch):
-    monkeypatch.setattr(languages, "installed", lambda package: package not in ("numba", "tilelang"))
-    languages.missing.cache_clear()
-    rms_norm.plans.clear()
-    try:
-        with pytest.raises(NoBackend) as caught:
-            rms_norm(X.bfloat16(), W.bfloat16())
-    finally:
-        languages.missing.cache_clear()
-    said = str(caught.value)
-    assert all(f"\n  {kernel}: " in said for kernel in rms_norm.kernels)
-    assert "numba: numba is not installed: pip install 'tilery[numba]' (no numba)" in said
-    assert "tilelang: tilelang is not installed: pip install 'tilery[tilelang]'" in said
-    assert "cuda: needs a CUDA tensor, got one on cpu" in said and "bf16[4, 8] with strides [8, 1] on cpu" in said
 
 
 def test_a_call_without_gradients_does_not_open_the_way_for_one_with():
@@ -162,77 +133,6 @@ def test_a_copy_of_an_op_is_the_op():
     holder = {"f": rms_norm}
     assert copy.deepcopy(holder)["f"] is rms_norm and pickle.loads(pickle.dumps(rms_norm)) is rms_norm
     assert repr(rms_norm).startswith("<tilery op rms_norm(x: ")
-
-
-def test_explain_says_who_was_chosen_and_who_refused(capsys):
-    tilery.explain_dispatch()
-    try:
-        rms_norm(X, W)
-        rms_norm(X, W)
-    finally:
-        tilery.explain_dispatch(False)
-    said = capsys.readouterr().err
-    assert said.count("tilery: rms_norm(fp32[4, 8]") == 1  # once per plan
-    assert "runs numba with Config(" in said and ", default" in said
-    rms_norm(X, W)
-    assert capsys.readouterr().err == ""
-
-
-def test_kernels_come_in_order_of_preference_and_refusals_are_kept():
-    specs = rms_norm.specs((X, W, 1e-6))
-    plan = rms_norm.plan(specs)
-    assert (plan.kernel, plan.source, plan.refusals) == ("numba", "default", {})  # nobody else was asked
-    with settings.override(explain=True):
-        plan = rms_norm.plan(specs)
-    assert plan.kernel == "numba" and plan.refusals["cuda"] == "needs a CUDA tensor, got one on cpu"
-
-
-@pytest.mark.parametrize(
-    ("op", "m", "n", "arch", "first"),
-    [(softmax, 512, 65536, "sm_90", "cuda"), (softmax, 512, 32768, "sm_90", "numba"),
-     (softmax, 4, 65536, "sm_80", "numba"), (softmax, 4, 65537, "sm_90", "numba"),
-     (rms_norm, 16, 65536, "sm_90", "cuda"), (rms_norm, 512, 65536, "sm_90", "numba"),
-     (rms_norm, 512, 131072, "sm_90", "cuda"), (rms_norm, 16, 65536, "cpu", "numba"),
-     (cross_entropy, 16, 1024, "sm_80", "triton"), (cross_entropy, 8192, 1024, "sm_90", "cuda")],
-)  # fmt: skip
-def test_a_problem_may_be_for_another_kernel_first(op, m, n, arch, first):
-    where = "cpu" if arch == "cpu" else "cuda:0"
-    x, w = (TensorSpec.contiguous(shape, torch.bfloat16, where) for shape in ((m, n), (n,)))
-    targets = TensorSpec.contiguous((m,), torch.int64, where)
-    specs = {softmax: (x,), rms_norm: (x, w), cross_entropy: (x, targets)}[op]
-    with device.pretend(arch):
-        asked = op.asked(specs)
-    assert asked[0] == first and sorted(asked) == sorted(op.kernels)
-
-
-def test_a_call_imports_no_language_but_its_own():
-    code = "import sys, torch, tilery; tilery.softmax(torch.randn(3, 4)); print([m for m in sys.modules if m in {!r}])"
-    command = [sys.executable, "-c", code.format(("cupy", "tilelang", "triton", "cuda.tile"))]
-    assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == "[]"
-
-
-def test_an_architecture_that_is_not_claimed_is_refused(monkeypatch):
-    monkeypatch.setattr(languages.device, "arch", lambda where: "sm_75")
-    why = languages.refusal("cuda", torch.device("cuda", 0), ("sm_80", "sm_90"), ())
-    assert why == "builds for sm_80, sm_90, and cuda:0 is sm_75"
-
-
-@pytest.mark.parametrize(
-    ("built", "present", "runs"),
-    [("sm_80", "sm_80", True), ("sm_80", "sm_86", True), ("sm_80", "sm_90", False), ("sm_89", "sm_80", False),
-     ("sm_100", "sm_103", True), ("sm_120", "sm_100", False), ("cpu", "cpu", True), ("cpu", "sm_90", False)],
-)  # fmt: skip
-def test_which_code_serves_which_card(built, present, runs):
-    assert languages.serves(built, present) is runs
-
-
-def test_buckets_group_what_one_config_may_serve():
-    def bucket(m, n, k, trans):
-        b = TensorSpec((k, n), (1, k) if trans else (n, 1), torch.bfloat16, torch.device("cuda", 0), True)
-        return matmul.bucket(TensorSpec.contiguous((m, k), torch.bfloat16, "cuda:0"), b, "ieee")
-
-    assert bucket(5, 8, 16, True) == Bucket("n=8,k=16,bf16,nt", {"m": 5})
-    assert bucket(5, 8, 16, True).exact == bucket(900, 8, 16, True).exact != bucket(5, 8, 16, False).exact
 
 
 def test_registry_names_are_the_public_names():
