@@ -131,6 +131,9 @@ def test_a_third_partys_kernel_comes_last_and_takes_no_name_twice(monkeypatch):
     assert list(softmax.kernels)[-1] == "numba.theirs" and not len(softmax.plans)
     with pytest.raises(BadInput, match="there is a kernel 'numba' already, in numba_kernels:softmax"):
         softmax.add_kernel("numba", "theirs.kernels:softmax")
+    for where in ("theirs:softmax", "theirs.kernels"):
+        with pytest.raises(BadInput, match=f"'numba.more' must be given as package.module:object, got '{where}'"):
+            softmax.add_kernel("numba.more", where)
 
 
 # What kernels are given
