@@ -12,9 +12,9 @@ from tilery.base.errors import CompileFailed
 
 pytest.importorskip("cuda.bindings", reason="CUDA C++ is not installed: pip install 'tilery[cuda]'")
 
-from tilery.languages import cuda_glue, toolkit
+from tilery.languages import cuda_compiler, toolkit
 
-SOURCE = """#include "tilery.cuh"
+SOURCE = """#include <cuda_fp16.h>
 template <typename T, int N>
 __global__ void scale(T* x) { x[threadIdx.x] = T(float(x[threadIdx.x]) * N); }
 """
@@ -31,13 +31,13 @@ def folder(tmp_path):
 def builds(monkeypatch):
     """The files that went through the compiler."""
     built = []
-    build = cuda_glue._build
-    monkeypatch.setattr(cuda_glue, "_build", lambda *args: built.append(args[-2:]) or build(*args))
+    build = cuda_compiler._build
+    monkeypatch.setattr(cuda_compiler, "_build", lambda *args: built.append(args[-2:]) or build(*args))
     return built
 
 
 def compiled(source=SOURCE, names=(NAME,), arch="sm_90", **more):
-    return cuda_glue.compile_source(source, names, arch, **more)
+    return cuda_compiler.compile_source(source, names, arch, **more)
 
 
 def test_built_once_then_read(folder, builds):
@@ -68,12 +68,18 @@ def test_what_decides_the_code_is_in_the_key(folder, builds, change):
 
 def test_headers_and_compiler_are_in_the_key(folder, builds, monkeypatch):
     compiled()
-    changed = cuda_glue._HEADERS["tilery.cuh"] + "\n// changed\n"
-    monkeypatch.setitem(cuda_glue._HEADERS, "tilery.cuh", changed)
+    name, text = next(iter(cuda_compiler.HEADERS.items()))
+    monkeypatch.setitem(cuda_compiler.HEADERS, name, f"{text}\n// changed\n")
     compiled()
-    monkeypatch.setattr(cuda_glue, "_compiler", lambda: [99, 0])
+    monkeypatch.setattr(cuda_compiler, "_compiler", lambda: [99, 0])
     compiled()
     assert len(builds) == len(list(folder.iterdir())) == 3
+
+
+def test_a_source_may_include_a_header_of_ours(folder, monkeypatch):
+    monkeypatch.setitem(cuda_compiler.HEADERS, "planted.cuh", "constexpr int planted = 5;")
+    found = compiled('#include "planted.cuh"\n' + SOURCE.replace("* N", "* planted"))
+    assert found.symbols[NAME] in found.ptx
 
 
 def _truncate(data: bytes) -> bytes:
@@ -104,8 +110,8 @@ def test_folder_that_cannot_be_written(tmp_path, builds):
 def test_two_processes_at_once(tmp_path):
     code = f"""
 import hashlib
-from tilery.languages import cuda_glue
-print(hashlib.sha256(cuda_glue.compile_source({SOURCE!r}, ({NAME!r},), "sm_90").cubin).hexdigest())
+from tilery.languages import cuda_compiler
+print(hashlib.sha256(cuda_compiler.compile_source({SOURCE!r}, ({NAME!r},), "sm_90").cubin).hexdigest())
 """
     paths = [str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "TILERY_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -50,7 +50,7 @@ def start_numbas_threads():
 
 def parallel_config(op, args):
     """The config that takes all threads; the default of a small problem takes one."""
-    configs = op.kernel("numba").configs(*op.specs(args))
+    configs = op.kernel("numba").configs(op.call(op.specs(args)))
     return next((c for c in configs if getattr(c, "parallel", False)), None)
 
 

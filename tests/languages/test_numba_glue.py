@@ -1,4 +1,4 @@
-"""What Numba's kernels stand on: fp8 as torch rounds it, but for saturation; code that is kept on disk."""
+"""Numba: how launches are bound and compiled, and code that is kept on disk."""
 
 import os
 import subprocess
@@ -11,74 +11,119 @@ import torch
 pytest.importorskip("numba")
 from numba import prange
 
-from tilery.languages import numba_elements, numba_glue
-from tilery.languages.numba_elements import f32, load, store
+from tilery.base.launch import Argument, Launch, Scalar
+from tilery.base.spec import TensorSpec
+from tilery.languages import numba_glue
+from tilery.languages.numba_elements import STORAGE, at, f32, store
 
-FORMATS = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
-
-
-@numba_glue.jit
-def _copy(source, target, n, source_type, target_type):
-    for i in range(n):
-        store(target, i, load(source, i, source_type), target_type)
-
-
-def copied(source, dtype):
-    target = torch.empty(source.shape, dtype=dtype)
-    tags = numba_elements.STORAGE[source.dtype], numba_elements.STORAGE[dtype]
-    _copy(source.data_ptr(), target.data_ptr(), source.numel(), *tags)
-    return target
-
-
-@FORMATS
-def test_every_fp8_value_is_read_as_torch_reads_it(dtype):
-    values = torch.arange(256, dtype=torch.uint8).view(dtype)
-    assert torch.equal(copied(values, torch.float32).nan_to_num(1.5), values.float().nan_to_num(1.5))
-
-
-@FORMATS
-def test_fp8_is_rounded_as_torch_rounds_it_and_saturates(dtype):
-    known = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-    known = known[known.isfinite()].sort().values
-    halves = (known[1:] + known[:-1]) / 2  # ties
-    near = torch.cat([halves.nextafter(known[1:]), halves.nextafter(known[:-1])])
-    values = torch.cat([known, halves, near, torch.randn(4096) * 100, torch.randn(4096) * 1e-3, torch.tensor([1e-30])])
-    assert torch.equal(copied(values, dtype).view(torch.uint8), values.to(dtype).view(torch.uint8))
-    largest = torch.finfo(dtype).max
-    beyond = torch.tensor([1e6, -1e6, float("inf"), -float("inf"), largest * 1.2])
-    assert copied(beyond, dtype).float().tolist() == [largest, -largest, largest, -largest, largest]
-    assert copied(torch.tensor([float("nan"), -float("nan")]), dtype).float().isnan().all()
+CPU = torch.device("cpu")
+TARGET, NUMBER = Argument.at_slot(TensorSpec.contiguous((8,), torch.float32, "cpu"), 0), Scalar(1, float)
+FP32 = STORAGE[torch.float32]
 
 
 @numba_glue.kernel
-def _fill(threads, target, n, dtype):
+def _fill(threads, target, n, value, dtype):
     for i in prange(n):
-        store(target, i, numba_elements.f32(2), dtype)
+        store(target, i, f32(value), dtype)
+
+
+@numba_glue.kernel
+def _note(threads, target, pair, dtype):
+    """Writes the number of threads, and what is in a tuple."""
+    start, value = pair
+    store(target, 0, f32(threads), dtype)
+    store(at(target, start, dtype), 0, f32(value), dtype)
+
+
+def fill(kernel=_fill, **more):
+    args = {"target": TARGET, "n": 3, "value": NUMBER, "dtype": FP32}
+    return Launch(kernel, **{"grid": 1, "args": args} | more)
+
+
+def filled(launch, value=2.0):
+    target = torch.zeros(8)
+    numba_glue.bind(launch, CPU)((target, value))
+    return target.tolist()
+
+
+# Launches
+
+
+def test_a_bound_launch_finds_its_tensors_and_scalars_in_every_call():
+    run = numba_glue.bind(fill(), CPU)
+    for value in (2.0, 5):
+        target = torch.zeros(8)
+        run((target, value))
+        assert target.tolist() == [value] * 3 + [0.0] * 5
+    view = {"target": TARGET.at(4), "n": 2, "value": NUMBER.then(lambda v: 2 * v), "dtype": FP32}
+    assert filled(fill(args=view)) == [0.0] * 4 + [4.0] * 2 + [0.0] * 2
+
+
+def test_arguments_and_constants_are_given_by_name():
+    args, constants = {"dtype": FP32, "target": TARGET}, {"value": 7.0, "n": 1}
+    assert filled(fill(args=args, constants=constants))[:2] == [7.0, 0.0]
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_kernel_is_told_of_its_threads_and_given_tuples(parallel, monkeypatch):
+    monkeypatch.setattr(numba_glue, "_threads", 5)
+    args = {"target": TARGET, "pair": (3, NUMBER), "dtype": FP32}
+    found = filled(Launch(_note, 1, args, options={"parallel": parallel}), 9.0)
+    assert found[0] == (5.0 if parallel else 1.0) and found[3] == 9.0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"target": TARGET, "count": 3, "value": NUMBER, "dtype": FP32},
+         "_fill takes threads, target, n, value, dtype; the launch names count, n besides or not"),
+        ({"target": TARGET, "n": 3, "value": NUMBER}, "_fill takes .*; the launch names dtype besides or not"),
+    ],
+)  # fmt: skip
+def test_a_launch_that_does_not_fit_its_kernel_is_named(args, message):
+    with pytest.raises(AssertionError, match=message):
+        numba_glue.bind(fill(args=args), CPU)
+
+
+def test_a_kernel_whose_first_parameter_is_not_threads_is_named():
+    kernel = numba_glue.kernel(lambda target: None)
+    with pytest.raises(AssertionError, match="takes target"):
+        numba_glue.bind(Launch(kernel, 1, {}), CPU)
+
+
+# Compiled code
 
 
 def test_code_on_disk_is_looked_at_without_compiling_it_again():
-    tensors = (torch.empty(3),)
-    made = numba_glue.compile(_fill, tensors, 3)
-    assert "define" in made.code["ir"] and "ret" in made.code["asm"]
+    made = numba_glue.compile(fill(), "cpu")
+    assert "define" in made.code["ir"] and "ret" in made.code["asm"] and made.arch == "cpu"
     anew = numba_glue.kernel(_fill.py_func)  # as another process would have it
-    assert numba_glue.compile(anew, tensors, 3).code["asm"] == made.code["asm"]
+    assert numba_glue.compile(fill(anew), "cpu").code["asm"] == made.code["asm"]
     assert list(anew.stats.cache_hits.values()) == [1] and not anew.stats.cache_misses
+
+
+def test_a_launch_runs_what_was_compiled_ahead():
+    """A runtime scalar and a tuple have the types that a call gives them."""
+    for launch in (fill(), Launch(_note, 1, {"target": TARGET, "pair": (3, NUMBER), "dtype": FP32})):
+        kernel = numba_glue.kernel(launch.kernel.py_func)
+        numba_glue.compile(Launch(kernel, 1, launch.args), "cpu")
+        before = list(kernel.overloads)
+        filled(Launch(kernel, 1, launch.args))
+        assert list(kernel.overloads) == before
 
 
 @pytest.mark.parametrize("suffix", ["nbi", "nbc"])
 @pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b[:-9] + bytes(9), lambda b: b""])
 def test_damaged_code_on_disk_is_built_anew(suffix, damage):
     """Truncated, garbled or empty: the call must not see a pickle's or LLVM's error, then or ever after."""
-    tensors = (torch.empty(3),)
-    numba_glue.launch(_fill, False, tensors, 3)
+    filled(fill())
     kept = sorted(Path(_fill.stats.cache_path).glob(f"test_numba_glue._fill-*.{suffix}"))
     assert kept
     for path in kept:
         path.write_bytes(damage(path.read_bytes()))
     again, after = (numba_glue.kernel(_fill.py_func) for _ in range(2))  # as two other processes would have it
-    numba_glue.launch(again, False, tensors, 3)
-    assert tensors[0].tolist() == [2.0] * 3 and sum(again.stats.cache_misses.values()) == 1
-    numba_glue.launch(after, False, tensors, 3)
+    assert filled(fill(again))[:4] == [2.0] * 3 + [0.0] and sum(again.stats.cache_misses.values()) == 1
+    filled(fill(after))
     assert sum(after.stats.cache_hits.values()) == 1, "what was damaged was not replaced"
     assert all(numba_glue._read(str(path)) for path in kept)  # raises for a damaged one
 
@@ -88,20 +133,17 @@ def test_a_full_disk_costs_the_cache_and_not_the_call(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(numba_glue._HashedFiles, "_write", full)
-    one, tensors = (
-        numba_glue.kernel(lambda threads, target, n, dtype: store(target, 0, f32(n), dtype)),
-        (torch.zeros(1),),
-    )
+    one = numba_glue.kernel(lambda threads, target, value, dtype: store(target, 0, f32(value), dtype))
+    args = {"target": TARGET, "value": NUMBER, "dtype": FP32}
     with pytest.warns(UserWarning, match="cannot keep compiled kernels, each process builds them: .*No space left"):
-        numba_glue.launch(one, False, tensors, 5)
-    assert tensors[0].item() == 5
+        assert filled(Launch(one, 1, args), 5.0)[0] == 5.0
 
 
 def test_numba_without_its_compiler_is_a_refusal():
     code = (
         "import torch, tilery\n"
-        "try: tilery.rms_norm(torch.randn(3, 8), torch.randn(8), backend='numba')\n"
-        "except tilery.base.errors.NoBackend as error: print(error)\n"
+        "try: tilery.softmax(torch.randn(3, 8), backend='numba')\n"
+        "except tilery.errors.NoBackend as error: print(error)\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", code],
