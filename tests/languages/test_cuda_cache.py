@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from processes import HANG_S
 from tilery.base import settings
 from tilery.base.errors import CompileFailed
 
@@ -118,7 +119,7 @@ print(hashlib.sha256(cuda_compiler.compile_source({SOURCE!r}, ({NAME!r},), "sm_9
     both = [
         subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    answers = [process.communicate(timeout=120)[0].strip() for process in both]
+    answers = [process.communicate(timeout=HANG_S)[0].strip() for process in both]
     assert [process.returncode for process in both] == [0, 0]
     with settings.override(cache_dir=tmp_path / "apart"):
         alone = compiled()

@@ -1,4 +1,4 @@
-"""Triton's launches: the first through Triton, the others to the compiled kernel; compiled ahead as they are launched."""
+"""Triton: the first launch goes through Triton, the others to the compiled kernel; a launch finds what was compiled."""
 
 import json
 import os
@@ -132,7 +132,7 @@ def test_a_chain_of_hooks_counts_if_somebody_is_in_it(monkeypatch):
     ids=["an int", "a typed int", "a float"],
 )
 def test_an_integer_that_may_change_the_code_goes_through_triton_every_time(kind, typed, ways):
-    """Triton compiles for integers that are 1 or multiples of 16; a type in the kernel's signature says it shall not."""
+    """Triton compiles for integers that are 1 or multiples of 16, unless the kernel's signature has a type for them."""
     kernel = Kernel("seed", "y_ptr", typed=typed)
     _, run = scale(kernel, args={"seed": Scalar(2, kind), "y_ptr": Y}, constants={})
     for seed in (1, 16):

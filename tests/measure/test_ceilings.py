@@ -7,8 +7,7 @@ import torch
 
 from tilery.base import settings
 from tilery.base.spec import Cost
-from tilery.hardware import device
-from tilery.measure import ceilings
+from tilery.measure import ceilings, timing
 from tilery.measure.ceilings import Ceilings
 
 CPU = torch.device("cpu")
@@ -50,12 +49,21 @@ def test_what_cannot_be_kept_is_said(tmp_path, monkeypatch):
         assert ceilings.ceilings(CPU) == KNOWN
 
 
-def test_those_of_this_machine_are_plausible(tmp_path):
+def test_rates_are_what_was_moved_and_multiplied_over_the_time_it_took(tmp_path, monkeypatch):
+    """Every measurement takes a millisecond here."""
+    called = []
+
+    def best_ms(call, where):
+        called.append(call())
+        return 1.0
+
+    monkeypatch.setattr(timing, "best_ms", best_ms)
     with settings.override(data_dir=tmp_path):
-        found = ceilings.ceilings(device.default())
-    assert all(1e8 < rate < 1e14 for rate in (found.read, found.copy, found.write))
-    assert all(1e9 < rate < 1e16 for rate in found.flops.values()) and {"fp32", "bf16"} <= set(found.flops)
-    assert 0.1 < found.launch_us < 1000
+        found = ceilings.ceilings(CPU)
+    moved = 4 * 2**24  # bytes of the tensor
+    assert (found.read, found.write, found.copy) == pytest.approx((1e3 * moved, 1e3 * moved, 2e3 * moved))
+    assert found.flops == pytest.approx(dict.fromkeys(("fp32", "bf16"), 1e3 * 2 * 1024**3))
+    assert found.launch_us == pytest.approx(1e3) and all(isinstance(result, torch.Tensor) for result in called)
 
 
 @pytest.mark.parametrize(

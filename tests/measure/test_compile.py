@@ -9,8 +9,8 @@ import torch
 import tilery.ops
 from tilery.base.errors import CompileFailed
 from tilery.base.spec import TensorSpec
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
-from tilery.measure import compile as workbench
 from tilery.measure import inspect
 from tilery.measure.compile import Compiler
 
@@ -42,15 +42,16 @@ def test_what_the_compiler_says_reaches_the_user(compiler):
 
 def test_a_dead_child_is_named_and_replaced():
     with Compiler() as compiler:
-        compiler.compile("softmax", "triton", X, "sm_90")
-        os.kill(compiler._child._process.pid, signal.SIGKILL)
-        compiler._child._process.wait()
+        process = compiler._child._start()
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
         with pytest.raises(CompileFailed, match="does not build for sm_90: its process was killed by signal 9"):
             compiler.compile("softmax", "triton", X, "sm_90")
         assert compiler.compile("softmax", "triton", X, "sm_90").registers
 
 
-def test_a_hanging_child_is_stopped(monkeypatch):
+def test_a_hanging_child_is_stopped():
+    """It has not even imported torch by then."""
     with Compiler(timeout_s=0.01) as compiler, pytest.raises(CompileFailed, match="no answer within 0 s"):
         compiler.compile("softmax", "triton", X, "sm_90")
     assert compiler._child._process is None
@@ -70,5 +71,5 @@ def test_source_of_a_cuda_kernel_holds_its_cu_file():
 
 def test_specs_are_those_of_the_inputs():
     op = REGISTRY["matmul"]
-    a, b, _ = workbench.specs_for(op, op.cases["test"][0])
+    a, b, _ = specs_for(op, op.cases["test"][0])
     assert a.device == torch.device("cuda", 0) and a.shape == (128, 192) and b.strides == (1, 192)

@@ -11,6 +11,7 @@ from contextlib import closing
 
 import pytest
 
+from processes import HANG_S
 from tilery.base.errors import BadInput, BadStore
 from tilery.measure.result import Row
 from tilery.measure.store import Store, export, import_runs
@@ -89,7 +90,7 @@ def test_a_killed_writer_loses_nothing_it_had_stored(store):
 
 def test_two_writers_at_once_both_keep_their_runs(store):
     children = [writer(store, 50) for _ in range(2)]
-    names = [child.communicate(timeout=120)[0].split()[0] for child in children]
+    names = [child.communicate(timeout=HANG_S)[0].split()[0] for child in children]
     assert [len(store.rows(name)) for name in names] == [50, 50] and all(store.find(n).finished for n in names)
 
 
