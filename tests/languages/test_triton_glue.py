@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from launches import EPS, GPU, STREAM, X, Y, values
-from processes import HANG_S
 
+from processes import HANG_S
 from tilery import languages
 
 if why := languages.missing("triton"):

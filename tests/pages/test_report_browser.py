@@ -48,7 +48,7 @@ class Viewer:
 
     def visit(self, address):
         page = self.context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(120_000)  # ms: no test waits for it, it bounds a hang
         page.on("console", lambda said: self.wrong.append(said.text))
         page.on("pageerror", lambda error: self.wrong.append(str(error)))
         page.on("request", lambda asked: self.wrong.append(asked.url) if asked.url.split("#")[0] != self.address else 0)
@@ -78,8 +78,17 @@ def settled(page, text):
     page.wait_for_function("text => document.getElementById('row-count').textContent === text", arg=text)
 
 
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
 def overflow(page):
-    return page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    return page.evaluate(OVERFLOW)
+
+
+def narrow(page, width):
+    """Charts are drawn anew after a change of size: what is on the page fits then."""
+    page.set_viewport_size({"width": width, "height": 780})
+    page.wait_for_function(f"{OVERFLOW} === 0")
 
 
 ALL = len(gpu_rows())
@@ -262,9 +271,7 @@ def test_dark_follows_the_system_until_it_is_chosen(viewer):
 @pytest.mark.parametrize("width", [360, 768])
 def test_a_small_screen_does_not_scroll_sideways(viewer, width):
     page = viewer.open(put_gpu, put_cpu, title="A title as long as a kernel's name: " + "x" * 80)
-    page.set_viewport_size({"width": width, "height": 780})
-    page.wait_for_timeout(100)
-    assert overflow(page) == 0
+    narrow(page, width)
     page.locator("tr.line", has_text="triton").first.locator(".opener").click()
     for fold in page.locator(".code summary").all():
         fold.click()
@@ -444,9 +451,8 @@ def test_a_tune_of_many_problems_and_candidates_is_shown_when_asked_for(viewer):
 
 def test_a_tune_on_a_phone_in_which_nothing_was_right(viewer):
     page = viewer.open(lambda store: put_tune(store, rows=[candidate("triton", "", status="fail", reason="wrong")]))
-    page.set_viewport_size({"width": 360, "height": 780})
-    page.wait_for_timeout(100)
-    assert overflow(page) == 0 and page.locator(".landscape .chart .mark.failed").count() == 1
+    narrow(page, 360)
+    assert page.locator(".landscape .chart .mark.failed").count() == 1
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.id") == "tunes"
