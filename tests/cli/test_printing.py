@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import tilery
+from processes import HANG_S
 from tilery.cli import surroundings
 
 SOURCE = Path(tilery.__file__).parent
@@ -32,14 +33,14 @@ def command(*words, **options):
 )
 def test_a_terminal_without_unicode_can_be_read(words, encoding, shown):
     child = command(*words, env={**os.environ, "PYTHONIOENCODING": encoding})
-    out, said = child.communicate(timeout=300)
+    out, said = child.communicate(timeout=HANG_S)
     assert child.returncode == 0 and "Traceback" not in said and shown in out, said
 
 
 def test_without_utf8_the_files_of_the_package_are_read():
     bare = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     child = command("show", "softmax", "-b", "cuda", "--stage", "source", env=bare)
-    out, said = child.communicate(timeout=300)
+    out, said = child.communicate(timeout=HANG_S)
     assert child.returncode == 0 and "__global__" in out, said
 
 

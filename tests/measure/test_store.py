@@ -12,7 +12,7 @@ from contextlib import closing
 import pytest
 
 from processes import HANG_S
-from tilery.base.errors import BadInput, BadStore
+from tilery.base.errors import BadInput, BadStore, NotWritten
 from tilery.measure.result import Row
 from tilery.measure.store import Store, export, import_runs
 from tilery.pages.compare import compare
@@ -198,3 +198,59 @@ def test_what_kernels_are_held_against_is_not_compared(store):
     peer = Row("softmax", "baseline:torch", "m=1,n=2", "pass", device="GPU", ms=1.0, ms_low=0.9, ms_high=1.1)
     runs = [filled(store, ratio_row(1.0), peer) for _ in range(2)]
     assert [change.kernel for change in compare(store, *runs)] == ["triton"]
+
+
+# Disks
+
+
+def test_a_full_disk_is_called_one_and_the_store_stays_whole(store, monkeypatch):
+    run, real = filled(store, ROW), sqlite3.connect
+
+    def small(*args, **options):
+        connection = real(*args, **options)
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", small)
+    with pytest.raises(NotWritten) as error:
+        store.add(run.id, *[ROW] * 500)
+    said = str(error.value)
+    assert said.startswith(f"{store.path} cannot be written: database or disk is full (") and "as it was" in said
+    assert "cannot be read" not in said
+    assert store.rows(run.id) == [ROW]
+
+
+def test_a_store_that_cannot_be_written_can_be_read(store, monkeypatch):
+    run, real = filled(store, ROW), sqlite3.connect
+
+    class ReadOnly(sqlite3.Connection):
+        """A connection to a folder in which no file can be made."""
+
+        def execute(self, *_):
+            return real("file:/proc/nothing?mode=ro", uri=True)  # what a file that cannot be opened raises
+
+    def connect(path, *args, uri=False, **options):
+        return real(path, *args, uri=uri, **options) if uri else real(path, *args, factory=ReadOnly, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    assert store.runs() == [run] and store.rows(run.id) == [ROW]
+    with pytest.raises(NotWritten, match="cannot be written: unable to open database file"):
+        store.finish(run.id)
+
+
+def test_a_reader_makes_nothing(tmp_path):
+    assert Store(tmp_path / "data" / "runs.sqlite3").runs() == []
+    (tmp_path / "empty.sqlite3").touch()
+    assert Store(tmp_path / "empty.sqlite3").runs() == []
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.sqlite3"]
+
+
+def test_a_store_that_another_process_holds_is_said(store, monkeypatch):
+    filled(store, ROW)
+    monkeypatch.setattr("tilery.measure.store._WAIT_S", 0.05)
+    other = sqlite3.connect(store.path)
+    other.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(NotWritten, match="another process has been writing it"):
+        store.start("second")
+    other.close()
