@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 from tilery.base.launch import Host
 from tilery.core.kernel import Kernel
@@ -56,6 +57,39 @@ class ByTorch(Kernel):
         return [Host(self.function, tuple(getattr(call, name) for name in self.names))]
 
 
+TILES = "numba.tiles"  # the name under which Tiles is added
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A config to be tuned."""
+
+    tile: int
+    kind: str = "plain"
+
+    old_names: ClassVar = {"block": "tile"}
+    old_values: ClassVar = {"kind": {"simple": "plain"}}
+
+
+class Tiles(ByTorch):
+    """softmax by torch, as if its tile mattered: one of 8 if nobody has tuned it, and none above."""
+
+    Config, largest = Tile, 8
+
+    def __init__(self) -> None:
+        super().__init__(lambda x, y: y.copy_(x.softmax(-1)), "x", "y")
+
+    def refusal(self, call, config=None):
+        large = config is not None and config.tile > self.largest
+        return f"tile of {config.tile} is more than {self.largest}" if large else None
+
+    def default(self, call):
+        return Tile(8)
+
+    def configs(self, call):
+        return [Tile(tile, kind) for kind in ("plain", "other") for tile in range(1, self.largest + 1)]
+
+
 def place_of(monkeypatch, name: str, kernel: Kernel) -> str:
     """Where a contract finds a kernel that a test has made: a module of this process alone."""
     module = f"planted.{name}"
@@ -63,7 +97,9 @@ def place_of(monkeypatch, name: str, kernel: Kernel) -> str:
     return f"{module}:kernel"
 
 
-def add(monkeypatch, op: Op, name: str, kernel: Kernel) -> None:
-    """The op has one kernel more, after the others; or another one of that name."""
-    monkeypatch.setitem(op.kernels, name, place_of(monkeypatch, f"{op.name}.{name}", kernel))
+def add(monkeypatch, op: Op, name: str, kernel: Kernel, first: bool = False) -> None:
+    """The op has one kernel more, after the others or before them; or another one of that name."""
+    others = {other: where for other, where in op.kernels.items() if other != name}
+    mine = {name: place_of(monkeypatch, f"{op.name}.{name}", kernel)}
+    monkeypatch.setattr(op, "kernels", mine | others if first else others | mine)
     op.plans.clear()

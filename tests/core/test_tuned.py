@@ -7,13 +7,13 @@ import os
 import subprocess
 import sys
 import threading
-from typing import ClassVar
 
 import pytest
 import torch
 
 import plant
 import tilery
+from plant import TILES, Tile
 from tilery.base import settings
 from tilery.base.errors import BadTunedFile, NotWritten
 from tilery.base.spec import Bucket, TensorSpec
@@ -23,35 +23,13 @@ from tilery.ops import softmax
 
 M, N = 4096, 256
 SLUG = device.slug(torch.device("cpu"))
-TILES = "numba.tiles"
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    tile: int
-    kind: str = "plain"
-
-    old_names: ClassVar = {"block": "tile"}
-    old_values: ClassVar = {"kind": {"simple": "plain"}}
-
-
-class Tiles(plant.ByTorch):
-    Config = Config
-
-    def default(self, call):
-        return Config(8)
-
-    def refusal(self, call, config=None):
-        return f"tile of {config.tile} is more than 8" if config and config.tile > 8 else None
-
-
-ONE, TWO = Config(1), Config(2)
+ONE, TWO = Tile(1), Tile(2)
 
 
 @pytest.fixture(autouse=True)
 def _tiles(monkeypatch):
     """softmax has a kernel more, whose configs are tuned here."""
-    plant.add(monkeypatch, softmax, TILES, Tiles(lambda x, y: y.copy_(x.softmax(-1)), "x", "y"))
+    plant.add(monkeypatch, softmax, TILES, plant.Tiles())
     yield
     tuned.reload()
 
@@ -207,7 +185,7 @@ def test_a_config_value_of_the_wrong_kind_is_named(store, wrong):
 def test_fields_and_values_of_an_older_tilery_are_read_under_their_names_of_now(store, old):
     store([entry(old)])
     assert (plan().config, plan().source) == (TWO, "tuned")
-    assert tuned.present_fields(Config, old)["tile"] == 2
+    assert tuned.present_fields(Tile, old)["tile"] == 2
 
 
 @pytest.mark.parametrize(
@@ -219,7 +197,7 @@ def test_fields_and_values_of_an_older_tilery_are_read_under_their_names_of_now(
     ],
 )
 def test_what_has_no_older_name_stays(fields, now):
-    assert tuned.present_fields(Config, fields) == now
+    assert tuned.present_fields(Tile, fields) == now
     assert tuned.present_fields(plant.NoChoice, fields) == fields, "a config need not have older names"
 
 
