@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from tilery import languages
-from tilery.base import settings
 from tilery.base.errors import BadTunedFile
 from tilery.base.spec import TensorSpec
 from tilery.core import tuned
-from tilery.core.op import REGISTRY, Op
+from tilery.core.op import REGISTRY
 from tilery.hardware import device
 from tilery.ops import softmax
 
@@ -27,42 +26,27 @@ def entry(config):
     )  # fmt: skip
 
 
-@pytest.fixture
-def keep(tmp_path, monkeypatch):
+def keep(ship, config, own, slug=HERE):
     """Keeps a config for a device, for the user or as it is shipped."""
-    users, ops = tmp_path / "users", tmp_path / "ops"
-    monkeypatch.setattr(Op, "folder", property(lambda op: ops))
-
-    def write(config, slug=HERE, own=True):
-        path = tuned.write(softmax, slug, [entry(config)], users if own else tmp_path / "made")
-        if not own:
-            (ops / "tuned" / slug).mkdir(parents=True)
-            path = path.rename(ops / "tuned" / slug / "softmax.json")
-            tuned.reload()
-        return path
-
-    with settings.override(config_dir=users):
-        yield write
-    monkeypatch.undo()
-    tuned.reload()
+    return tuned.write(softmax, slug, [entry(config)]) if own else ship(softmax, slug, entry(config))
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["the user's", "shipped"])
-def test_what_was_tuned_for_another_device_is_not_used(keep, own):
-    keep(OWN, slug="a_faster_machine", own=own)
+def test_what_was_tuned_for_another_device_is_not_used(ship, own):
+    keep(ship, OWN, own, slug="a_faster_machine")
     assert softmax.plan(SPECS).source == "default"
 
 
-def test_the_users_entry_goes_before_the_shipped_one(keep):
-    keep(SHIPPED, own=False)
+def test_the_users_entry_goes_before_the_shipped_one(ship):
+    keep(ship, SHIPPED, own=False)
     assert (softmax.plan(SPECS).config, softmax.plan(SPECS).source) == (SHIPPED, "tuned")
-    keep(OWN)
+    keep(ship, OWN, own=True)
     assert softmax.plan(SPECS).config == OWN
 
 
-def test_a_shipped_file_lies_in_the_folder_of_its_device(keep, tmp_path):
-    path = keep(SHIPPED, own=False)
-    assert path == tmp_path / "ops" / "tuned" / HERE / "softmax.json" == tuned.files(softmax, HERE)[1]
+def test_a_shipped_file_lies_in_the_folder_of_its_device(ship):
+    path = keep(ship, SHIPPED, own=False)
+    assert path == softmax.folder / "tuned" / HERE / "softmax.json" == tuned.files(softmax, HERE)[1]
     assert tuned.shipped(softmax) == {HERE: path} and tuned.shipped(REGISTRY["matmul"]) == {}
     path.parent.rename(path.parent.with_name("elsewhere"))
     with pytest.raises(BadTunedFile, match=f"expected the entries of softmax on elsewhere, got those of .* {HERE}"):

@@ -285,7 +285,7 @@ def test_the_number_of_workers_does_not_decide(place, count):
 
     for worker in workers:
         worker.before = together(worker)
-    result, pool = run(place, asked(*sizes(32, 64, 128, 256)), FakePool(workers))
+    result, _ = run(place, asked(*sizes(32, 64, 128, 256)), FakePool(workers))
     assert [done.outcome.ranked[0].candidate for done in result.tuned] == [min(field(), key=ms)] * 4
     shares = [{str(job.problem) for job in worker.jobs} for worker in workers]
     assert all(shares) and sum(map(len, shares)) == len(set.union(*shares)) == 4, "a problem stays with one"

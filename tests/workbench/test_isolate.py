@@ -41,7 +41,8 @@ REGISTRY["softmax"].baselines |= {
 @pytest.fixture(autouse=True)
 def _bad_peers(tmp_path, monkeypatch):
     """A plug-in that only the child sees."""
-    monkeypatch.setenv("PYTHONPATH", package(tmp_path, "[tilery.ops]\nbad = bad_peers\n", bad_peers=PLUGIN))
+    path = package(tmp_path, "[tilery.ops]\nbad = planted.peers\n", planted={"peers": PLUGIN})
+    monkeypatch.setenv("PYTHONPATH", path)
 
 
 def rows(*peers, given=None, device="cpu", kernel="numba"):

@@ -20,7 +20,7 @@ from tilery.base.spec import Bucket, Cost, TensorSpec, case
     cost=lambda call: Cost(1, call.x.nbytes, 0), bucket=lambda call: Bucket("", {}),
     inputs=lambda m, dtype, device, seed: {"x": torch.randn(m, device=device)}, allowed={torch.float32: 1e-6},
     cases={"test": [case(m=127, dtype="fp32")]}, baselines={},
-    kernels={"triton": "planted_bugs.overruns:overruns", "cuda": "planted_bugs.races:races"})
+    kernels={"triton": "planted.overruns:overruns", "cuda": "planted.races:races"})
 def planted(x: Tensor) -> Tensor:
     \"\"\"y = x\"\"\"
     return x.clone()
@@ -79,11 +79,9 @@ __global__ void races(const float *x, float *y, int n) {
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
     """An op whose Triton kernel writes past its output and whose CUDA kernel lacks a barrier; children see it."""
-    folder = tmp_path / "planted_bugs"
-    folder.mkdir()
-    for name, text in {"__init__.py": "", "overruns.py": OVERRUNS, "races.py": RACES, "races.cu": RACES_CU}.items():
-        (folder / name).write_text(text)
-    monkeypatch.setenv("PYTHONPATH", package(tmp_path, "[tilery.ops]\nplanted = planted_op\n", planted_op=PLANTED_OP))
+    modules = {"op": PLANTED_OP, "overruns": OVERRUNS, "races": RACES}
+    monkeypatch.setenv("PYTHONPATH", package(tmp_path, "[tilery.ops]\nplanted = planted.op\n", planted=modules))
+    (tmp_path / "planted" / "races.cu").write_text(RACES_CU)
 
 
 def test_the_planted_kernels_build(planted):
