@@ -42,13 +42,17 @@ def test_a_launch_finds_what_was_compiled_ahead():
 
 
 class Kernel:
-    """As a JIT function: it writes down how it is launched, and what it compiled does too. `typed`: has annotations."""
+    """As a JIT function: it writes down how it is launched, and what it compiled does too.
+
+    `typed`: its parameters have types. `general`: they are not specialized on their values.
+    """
 
     __name__ = "scale"
 
-    def __init__(self, *names, typed=()):
+    def __init__(self, *names, typed=False, general=False):
         self.arg_names, self.log = list(names), []
-        self.params = [SimpleNamespace(name=n, annotation_type="i64" if n in typed else "") for n in names]
+        how = {"annotation_type": "i64" if typed else "", "do_not_specialize": general}
+        self.params = [SimpleNamespace(name=name, **how) for name in names]
 
     def __getitem__(self, grid):
         def launch(*arguments, **options):
@@ -127,17 +131,31 @@ def test_a_chain_of_hooks_counts_if_somebody_is_in_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "typed", "ways"),
-    [(int, (), ["triton", "triton"]), (int, ("seed",), ["triton", "compiled"]), (float, (), ["triton", "compiled"])],
-    ids=["an int", "a typed int", "a float"],
+    ("kind", "how", "ways"),
+    [
+        (int, {}, ["triton", "triton"]),
+        (int, {"typed": True}, ["triton", "triton"]),
+        (int, {"general": True}, ["triton", "triton"]),
+        (int, {"typed": True, "general": True}, ["triton", "compiled"]),
+        (float, {}, ["triton", "compiled"]),
+    ],
 )
-def test_an_integer_that_may_change_the_code_goes_through_triton_every_time(kind, typed, ways):
-    """Triton compiles for integers that are 1 or multiples of 16, unless the kernel's signature has a type for them."""
-    kernel = Kernel("seed", "y_ptr", typed=typed)
+def test_an_integer_that_may_change_the_code_goes_through_triton_every_time(kind, how, ways):
+    """Triton compiles for integers that are 1 or multiples of 16, and for their size, unless the kernel says not to."""
+    kernel = Kernel("seed", "y_ptr", **how)
     _, run = scale(kernel, args={"seed": Scalar(2, kind), "y_ptr": Y}, constants={})
     for seed in (1, 16):
         run(values(seed))
     assert kernel.ways == ways and [arguments[0] for _, _, arguments, _ in kernel.log] == [1, 16]
+
+
+def test_a_scalar_among_the_constants_has_code_of_its_own_for_each_value():
+    kernel = Kernel("y_ptr", "CAUSAL")
+    _, run = scale(kernel, args={"y_ptr": Y}, constants={"CAUSAL": Scalar(2, bool)})
+    for causal in (True, False, True, False):
+        run(values(causal))
+    assert kernel.ways == ["triton", "triton", "compiled", "compiled"]
+    assert [arguments[1] for _, _, arguments, _ in kernel.log] == [True, False, True, False]
 
 
 class Strided(NamedTuple):
