@@ -112,7 +112,14 @@ def test_the_resolver_fills_in_what_a_call_brings_and_keeps_the_rest():
     assert find(given) == [7, start, 1.0, "tag", start + 4]
     other = torch.zeros(4, 8), 2.0
     assert find(other) == [7, other[0].data_ptr(), 4.0, "tag", other[0].data_ptr() + 4]
-    assert find(given)[1] == start, "one call's values do not stay for the next"
+
+
+def test_the_resolver_gives_every_call_a_list_of_its_own():
+    """Two threads may call at once, and a launcher may keep what it was given."""
+    find = resolver((7, argument()), address)
+    given, other = values(), values()
+    first, second = find(given), find(other)
+    assert (first[1], second[1]) == (given[0].data_ptr(), other[0].data_ptr())
 
 
 def test_groups_keep_their_kind_at_any_depth():

@@ -188,6 +188,19 @@ def test_a_gradient_of_what_is_no_argument_is_a_mistake_in_the_contract(toy):
         negate(torch.randn(5, requires_grad=True)).sum().backward()
 
 
+def test_gradients_are_given_by_name(toy):
+    def toy_times(x: Tensor, w: Tensor) -> Tensor:
+        return x * w
+
+    times = toy(
+        toy_times, lambda x, w, y: torch.mul(x, w, out=y),
+        backward=lambda call, grads: {"w": grads.y * call.x, "x": grads.y * call.w},
+    )  # fmt: skip
+    x, w = (torch.randn(5, requires_grad=True) for _ in range(2))
+    times(x, w).sum().backward()
+    assert torch.equal(x.grad, w.detach()) and torch.equal(w.grad, x.detach())
+
+
 def test_a_backward_sees_arguments_outputs_and_gradients_by_name(toy):
     def toy_exp(x: Tensor, w: Tensor | None, by: float = 1.0) -> Tensor:
         return x.exp() * by
