@@ -67,6 +67,12 @@ def _give_memory_back():
 
 
 @pytest.fixture
+def without_a_gpu(monkeypatch):
+    """A machine without one, whatever this one has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
 def ship(tmp_path, monkeypatch):
     """Folders of tuned configs of this test's own, the user's and the shipped; ships entries of an op for a device."""
 

@@ -17,8 +17,6 @@ from tilery.hardware import device
 from tilery.workbench import bench, isolate
 from tilery.workbench import run as workbench
 
-CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said of a machine without a GPU")
-
 
 def run(*words, code=0):
     done = CliRunner().invoke(app, list(words))
@@ -121,8 +119,7 @@ def test_check_takes_a_set_by_its_name():
     assert [r["case"] for r in rows] == ["m=16,n=4096,dtype=bf16", "m=4096,n=4096,dtype=bf16"]
 
 
-@CPU_ONLY
-def test_check_compiles_what_cannot_run():
+def test_check_compiles_what_cannot_run(without_a_gpu):
     rows = run_json("check", "softmax", "-b", "cuda")["rows"]
     assert [r["status"] for r in rows] == ["compiled"] * 3 and all(r["registers"] > 0 for r in rows)
 

@@ -167,8 +167,7 @@ def test_this_devices_entries_are_candidates_if_asked(tmp_path):
     assert [found[-1] for found in tuned.candidates(softmax, SLUG)] == [device.name(CPU)]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
-def test_a_gpus_configs_are_refused_without_one(tmp_path):
+def test_a_gpus_configs_are_refused_without_one(tmp_path, without_a_gpu):
     path = sister(tmp_path, entry(), slug="nvidia_h100")
     assert "1 refused" in (said := run("import", path)) and "needs a GPU, and this machine has none" in said
     assert tuned.candidates(softmax, SLUG) == []

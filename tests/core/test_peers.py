@@ -17,14 +17,13 @@ def test_contracts_name_known_peers_and_torch_is_one():
         assert {name.removeprefix("baseline:") for name in op.baselines} <= set(peers.PEERS)
 
 
-def test_a_missing_peer_says_what_adds_it(monkeypatch):
+def test_a_missing_peer_says_what_adds_it(monkeypatch, without_a_gpu):
     monkeypatch.setitem(peers.PEERS, "liger", peers.Peer("no_such_module", "liger-kernel"))
     assert peers.missing("liger") == "liger-kernel is not installed: pip install liger-kernel"
     monkeypatch.setitem(peers.PEERS, "deepgemm", peers.PEERS["deepgemm"]._replace(module="no_such_module"))
     source = "https://github.com/deepseek-ai/DeepGEMM"  # what pip calls deep-gemm lacks the functions that are called
     assert peers.missing("deepgemm") == f"DeepGEMM is not installed: build it from {source}"
     assert peers.missing("torch") is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert peers.missing("cudnn") == "needs a GPU"
 
 

@@ -215,8 +215,7 @@ def test_the_picture_has_a_bar_for_every_rung():
 # As a user runs it.
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said of a machine without a GPU")
-def test_without_a_gpu_rungs_are_compiled():
+def test_without_a_gpu_rungs_are_compiled(without_a_gpu):
     done = CliRunner().invoke(app, ["ladder", "tma", "1", "--case", "m=129,n=128,k=64", "--json"])
     assert done.exit_code == 0, done.output
     found = [(row["kernel"], row["arch"], row["status"]) for row in json.loads(done.stdout)["rows"]]

@@ -374,8 +374,7 @@ def test_without_the_tool_it_says_what_to_install(fake, monkeypatch, capsys, tmp
     assert ended.value.code == 2 and "comes with a CUDA toolkit" in capsys.readouterr().err
 
 
-def test_without_a_gpu_it_says_so(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_without_a_gpu_it_says_so(without_a_gpu):
     with pytest.raises(ToolMissing, match="needs an NVIDIA GPU"):
         list(sanitize.rows([REGISTRY["softmax"]], sanitize.Asked()))
 
