@@ -13,20 +13,20 @@ X, W = torch.randn(4, 8), torch.randn(8)
 
 
 def reference(
-    x: Tensor, w: Tensor | None, twice: bool = False, eps: float = 1e-6, seed: int = 0, scale: float | None = None
+    x: Tensor, w: Tensor | None, eps: float = 1e-6, seed: int = 0, scale: float | None = None, twice: bool = False
 ) -> Tensor:
     raise AssertionError("a signature is read, never called")
 
 
 SIGNATURE = Signature("toy", reference, runtime=("eps", "seed", "scale"))
-DEFAULTS = (False, 1e-6, 0, None)
+DEFAULTS = (1e-6, 0, None, False)
 
 
 def test_parameters_are_in_order_and_know_their_kinds():
-    assert SIGNATURE.names == ("x", "w", "twice", "eps", "seed", "scale")
+    assert SIGNATURE.names == ("x", "w", "eps", "seed", "scale", "twice")
     assert SIGNATURE.decisive == ("x", "w", "twice")
     assert [str(kind) for kind in SIGNATURE.kinds] == [
-        "Tensor", "Tensor or None", "bool", "float or int", "int", "float or None or int",
+        "Tensor", "Tensor or None", "float or int", "int", "float or None or int", "bool",
     ]  # fmt: skip
 
 
@@ -46,8 +46,8 @@ def test_a_tensor_after_a_scalar_is_a_mistake_in_the_contract():
     [
         ((X, W), {}, (X, W, *DEFAULTS)),
         ((X,), {"w": None}, (X, None, *DEFAULTS)),
-        ((), {"w": W, "x": X, "seed": 3}, (X, W, False, 1e-6, 3, None)),
-        ((X, W, True, 0.5, 1, 2.0), {}, (X, W, True, 0.5, 1, 2.0)),
+        ((), {"w": W, "x": X, "seed": 3}, (X, W, 1e-6, 3, None, False)),
+        ((X, W, 0.5, 1, 2.0, True), {}, (X, W, 0.5, 1, 2.0, True)),
     ],
 )
 def test_every_argument_comes_in_order(args, kwargs, complete):
@@ -70,17 +70,17 @@ def test_what_does_not_complete_is_named(args, kwargs, message):
 
 
 def test_bound_scalars_are_pythons_own():
-    bound = SIGNATURE.bind((X, W, False, np.float64(0.5), True, np.float64(2.0)))
-    assert [type(v) for v in bound[3:]] == [float, int, float] and bound[3:] == (0.5, 1, 2.0) and bound[0] is X
+    bound = SIGNATURE.bind((X, W, np.float64(0.5), True, np.float64(2.0), False))
+    assert [type(v) for v in bound[2:5]] == [float, int, float] and bound[2:5] == (0.5, 1, 2.0) and bound[0] is X
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((X, W, 1, 0.5, 0, None), "toy: twice must be bool, got int"),
-        ((X, W, False, "1", 0, None), "toy: eps must be float or int, got str"),
+        ((X, W, 0.5, 0, None, 1), "toy: twice must be bool, got int"),
+        ((X, W, "1", 0, None, False), "toy: eps must be float or int, got str"),
         ((X, 3, *DEFAULTS), "toy: w must be Tensor or None, got int"),
-        ((X, W, False, 0.5, 2**63, None), "toy: seed must be an integer of 64 bits, got 9223372036854775808"),
+        ((X, W, 0.5, 2**63, None, False), "toy: seed must be an integer of 64 bits, got 9223372036854775808"),
         ((X.to_sparse(), W, *DEFAULTS), "toy: x must be dense"),
     ],
 )
@@ -92,8 +92,8 @@ def test_what_does_not_bind_is_named(args, message):
 # What decides
 
 
-def key(x=X, w=W, twice=False, eps=1e-6, seed=0, scale=None, backend=None, config=None):
-    return SIGNATURE.key((x, w, twice, eps, seed, scale), backend, config)
+def key(x=X, w=W, eps=1e-6, seed=0, scale=None, twice=False, backend=None, config=None):
+    return SIGNATURE.key((x, w, eps, seed, scale, twice), backend, config)
 
 
 def test_a_key_holds_what_decides_and_no_runtime_scalar():
@@ -118,9 +118,9 @@ def test_what_is_not_plain_has_no_key():
 @pytest.mark.parametrize("w", [W, None], ids=["given", "left out"])
 def test_a_guard_takes_what_has_the_same_key(w):
     takes = SIGNATURE.guard((X, w, *DEFAULTS))
-    assert takes((X.clone(), w, False, 0.5, 7, 2.0))
-    for other in ((X, None if w is not None else W, *DEFAULTS), (X, w, True, *DEFAULTS[1:]), (X[:2], w, *DEFAULTS),
-                  (X, w, False, 0.5, 2**63, None), (torch.randn(33)[1:].view(4, 8), w, *DEFAULTS)):  # fmt: skip
+    assert takes((X.clone(), w, 0.5, 7, 2.0, False))
+    for other in ((X, None if w is not None else W, *DEFAULTS), (X, w, *DEFAULTS[:-1], True), (X[:2], w, *DEFAULTS),
+                  (X, w, 0.5, 2**63, None, False), (torch.randn(33)[1:].view(4, 8), w, *DEFAULTS)):  # fmt: skip
         assert not takes(other)
 
 
@@ -132,17 +132,17 @@ def test_there_is_no_guard_for_what_is_not_aligned():
 
 
 def test_specs_are_of_what_decides():
-    specs = SIGNATURE.specs((X, None, True, 0.5, 7, 2.0))
+    specs = SIGNATURE.specs((X, None, 0.5, 7, 2.0, True))
     assert specs[0].shape == (4, 8) and specs[1:] == (None, True)
     assert SIGNATURE.specs((X[:, 1:], W, *DEFAULTS))[0].aligned is False
     assert SIGNATURE.specs((X[:, 1:], W, *DEFAULTS), aligned=True)[0].aligned is True  # of a tensor without data
 
 
 def test_references_name_tensors_and_runtime_scalars_by_their_places():
-    found = SIGNATURE.references(SIGNATURE.specs((X, None, True, 0.5, 7, 2.0)))
+    found = SIGNATURE.references(SIGNATURE.specs((X, None, 0.5, 7, 2.0, True)))
     assert list(found) == list(SIGNATURE.names)
     assert isinstance(found["x"], Argument) and found["x"].slot == 0 and found["w"] is None and found["twice"] is True
-    assert [(found[n].slot, found[n].kind) for n in ("eps", "seed", "scale")] == [(3, float), (4, int), (5, float)]
-    values = (X, None, True, 3, 7, None)
+    assert [(found[n].slot, found[n].kind) for n in ("eps", "seed", "scale")] == [(2, float), (3, int), (4, float)]
+    values = (X, None, 3, 7, None, True)
     assert all(isinstance(found[n], Scalar) for n in ("eps", "seed", "scale"))
     assert [found[n].value(values) for n in ("eps", "seed", "scale")] == [3.0, 7, None]
