@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-HANG_S = 600  # no test waits for it: a process that is still silent then will be silent for ever
+HANG_S = 240  # no test waits for it: a process that is still silent then will be silent for ever
 
 # A module for a child: from the first call of a kernel that passes time on, the timer's clock is that of these kernels.
 # Nobody waits, and load does not matter.

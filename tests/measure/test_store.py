@@ -15,17 +15,10 @@ from processes import HANG_S
 from tilery.base.errors import BadInput, BadStore, NotWritten
 from tilery.measure.result import Row
 from tilery.measure.store import Store, export, import_runs
-from tilery.pages.compare import compare
 
 ROW = Row(
     "softmax", "triton", "m=1,n=2", "pass", device="GPU", ms=2.0, ms_low=1.9, ms_high=2.1, samples=(1.9, 2.0, 2.1)
 )
-
-
-def ratio_row(ratio, spread=0.01, **more):
-    times = {"ms": 1.0, "ms_low": 0.9, "ms_high": 1.1}
-    given = {"ratio": ratio, "ratio_low": ratio - spread, "ratio_high": ratio + spread}
-    return Row("softmax", "triton", "m=1,n=2", "pass", **{"device": "GPU"} | times | given | more)
 
 
 @pytest.fixture
@@ -132,25 +125,6 @@ def test_what_is_no_export_is_named(store, tmp_path, text):
         import_runs(store, tmp_path / "x.json")
 
 
-@pytest.mark.parametrize(("before", "after", "worse"), [(1.0, 0.9, True), (1.0, 0.97, False), (1.0, 1.2, False)])
-def test_a_regression_is_one_only_if_the_interval_says_so(store, before, after, worse):
-    (change,) = compare(store, filled(store, ratio_row(before)), filled(store, ratio_row(after)))
-    assert change.speed == pytest.approx(after / before) and change.regressed(0.03) is worse and change.by == "ratio"
-    wide = compare(store, filled(store, ratio_row(before)), filled(store, ratio_row(after, spread=0.2)))[0]
-    assert not wide.regressed(0.03)
-
-
-def test_runs_of_different_devices_are_not_compared(store):
-    with pytest.raises(BadInput, match="no kernel, case and device in common"):
-        compare(store, filled(store, ratio_row(1.0)), filled(store, ratio_row(1.0, device="another")))
-
-
-def test_what_a_tuner_tried_is_not_compared(store):
-    tried = ratio_row(1.0, stage="tune")
-    with pytest.raises(BadInput, match="nothing to compare"):
-        compare(store, filled(store, tried), filled(store, tried))
-
-
 def test_the_latest_run_comes_last(store):
     made = [filled(store).id for _ in range(5)]
     assert [run.id for run in store.runs()] == made and store.find("last").id == made[-1]
@@ -185,19 +159,6 @@ def test_a_store_of_a_newer_tilery_is_left_alone(store):
     for use in (store.runs, lambda: store.start("tilery bench")):
         with pytest.raises(BadStore, match=r"has schema 99, .* it was left as it is"):
             use()
-
-
-def test_the_doubt_of_both_runs_counts(store):
-    """A tenth slower at the middle, but the first run may as well have been a fifth slower than it says."""
-    (change,) = compare(store, filled(store, ratio_row(1.0, spread=0.2)), filled(store, ratio_row(0.9)))
-    assert change.low == pytest.approx(0.89 / 1.2) and change.high == pytest.approx(0.91 / 0.8)
-    assert not change.regressed(0.03)
-
-
-def test_what_kernels_are_held_against_is_not_compared(store):
-    peer = Row("softmax", "baseline:torch", "m=1,n=2", "pass", device="GPU", ms=1.0, ms_low=0.9, ms_high=1.1)
-    runs = [filled(store, ratio_row(1.0), peer) for _ in range(2)]
-    assert [change.kernel for change in compare(store, *runs)] == ["triton"]
 
 
 # Disks

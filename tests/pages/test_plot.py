@@ -9,20 +9,12 @@ import pytest
 from made_runs import CPU, GPU, cell, gpu_rows, put, put_cpu, put_gpu, put_tune, tune_rows
 from typer.testing import CliRunner
 
-from tilery.base import settings
 from tilery.base.errors import BadInput, ToolMissing
 from tilery.cli import app, main
 from tilery.measure.result import Row
-from tilery.measure.store import Store
 from tilery.pages import plot, summary
 
 pytest.importorskip("matplotlib", reason="pip install 'tilery[plot]'")
-
-
-@pytest.fixture
-def store(tmp_path):
-    with settings.override(data_dir=tmp_path):
-        yield Store()
 
 
 @pytest.fixture

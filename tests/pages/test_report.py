@@ -13,7 +13,6 @@ import pytest
 from made_runs import CPU, GPU, NASTY, SASS, candidate, cell, gpu_rows, put, put_cpu, put_gpu, put_tune, tune_rows
 from typer.testing import CliRunner
 
-from tilery.base import settings
 from tilery.base.errors import BadStore
 from tilery.cli import app, main
 from tilery.measure.result import Row
@@ -22,13 +21,6 @@ from tilery.pages import landscape, report, summary
 
 DATA = Path(__file__).parent / "data"
 BASE, LIGER = "baseline:torch", "baseline:liger"
-
-
-@pytest.fixture
-def store(tmp_path):
-    """The store that the command line sees too."""
-    with settings.override(data_dir=tmp_path):
-        yield Store()
 
 
 class Page(HTMLParser):

@@ -4,15 +4,9 @@ import pytest
 from made_runs import CPU, GPU, cell, median_ratio, put, put_cpu, put_gpu, timed
 
 from tilery.measure.result import Row
-from tilery.measure.store import Store
 from tilery.pages import report, summary
 
 BASE, LIGER = "baseline:torch", "baseline:liger"
-
-
-@pytest.fixture
-def store(tmp_path):
-    return Store(tmp_path / "runs.sqlite3")
 
 
 def collected(store, *names):

@@ -239,14 +239,14 @@ def test_compiling_and_measuring_overlap(place):
         with pool.lock:
             count = len(pool.compiled)
         if count >= group:
-            assert measuring.wait(HANG_S), "measuring has not begun"
+            assert measuring.wait(HANG_S / 4), "measuring has not begun"
         if count == wanted - 1:
             built.set()
 
     def measured(job):
         if not measuring.is_set():
             measuring.set()
-            assert built.wait(HANG_S), "compilers wait for the measuring"
+            assert built.wait(HANG_S / 4), "compilers wait for the measuring"
 
     pool.compilers, pool.before, worker.before = 1, compiling, measured
     result, _ = run(place, asked(*cases), pool, ahead=True)
