@@ -2,9 +2,9 @@
 
     python benchmarks/host_time.py
 
-`call` is `tilery.op(...)`; `launch` is the kernel's `run` into outputs and workspace that are there already; `over` is
-the call with that launch left out: arguments, plan, outputs, device guard. It is timed apart, since a launch varies by
-more from one batch to the next than `over` is long. The least of many batches, so that other processes do not count.
+`call` is `tilery.op(...)`; `launch` is the plan's `run` into outputs and workspace that are there already; `over` is the
+call with that launch left out: arguments, plan, outputs, device guard. It is timed apart, since a launch varies by more
+from one batch to the next than `over` is long. The least of many batches, so that other processes do not count.
 """
 
 import time
@@ -33,17 +33,6 @@ def least_us(function):
     return best
 
 
-def yardstick():
-    """µs of work of the same kind, always the same: how slow this machine is at the moment, clock, caches and all."""
-    x = torch.empty(4, 4)
-
-    def work():
-        sizes = {name: tuple(x.shape) for name in ("a", "b", "c", "d")}
-        return [torch.empty(size, dtype=x.dtype, device=x.device) for size in sizes.values()]
-
-    return least_us(work)
-
-
 def smallest(op):
     """The smallest of the op's fp32 cases that launches anything and lies in memory as most do."""
     found = []
@@ -67,9 +56,9 @@ def host_times(op):
     op(*args)
     (plan,) = op.plans.recent
     outs, scratch = (tuple(spec.empty() for spec in specs) for specs in (plan.outs, plan.workspace))
-    run = plan.run
-    call, launch = least_us(lambda: op(*args)), least_us(lambda: run(outs, args, plan.config, *scratch))
-    plan.run = lambda *_: None
+    run, values = plan.run, (*args, *outs, *scratch)
+    call, launch = least_us(lambda: op(*args)), least_us(lambda: run(values))
+    plan.run = lambda values: None
     over = least_us(lambda: op(*args))
     op.plans.clear()
     return plan.kernel, call, launch, over

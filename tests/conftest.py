@@ -31,6 +31,9 @@ os.environ.pop("TILERY_CONFIG_DIR", None)
 os.environ.pop("TILERY_EXPLAIN", None)
 
 import tilery.ops  # noqa: E402, F401  fills the registry, whichever test runs alone
+from tilery.base import settings  # noqa: E402
+from tilery.core import tuned  # noqa: E402
+from tilery.core.op import Op  # noqa: E402
 from tilery.measure.compile import Compiler  # noqa: E402
 from tilery.measure.store import git_state  # noqa: E402
 
@@ -61,6 +64,30 @@ def _give_memory_back():
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def without_a_gpu(monkeypatch):
+    """A machine without one, whatever this one has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def ship(tmp_path, monkeypatch):
+    """Folders of tuned configs of this test's own, the user's and the shipped; ships entries of an op for a device."""
+
+    def write(op, slug, *entries):
+        made, path = tuned.write(op, slug, entries, tmp_path / "made"), op.folder / "tuned" / slug / f"{op.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made.rename(path)
+        tuned.reload()
+        return path
+
+    with settings.override(config_dir=tmp_path / "tuned"), monkeypatch.context() as patch:
+        patch.setattr(Op, "folder", property(lambda op: tmp_path / "ops" / op.name))
+        tuned.reload()
+        yield write
+    tuned.reload()
 
 
 @pytest.fixture(scope="session")

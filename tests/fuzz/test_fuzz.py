@@ -5,10 +5,17 @@ import pytest
 from fuzz.child import Child
 from fuzz.fuzz import fuzz
 from fuzz.run import BAD_INPUT, NOT_DRAWN
-from tilery import languages
 from tilery.core.op import REGISTRY
+from tilery.measure.place import place
 
-KERNELS = [pytest.param(op, kernel, id=f"{op.name}-{kernel}") for op in REGISTRY.values() for kernel in op.kernels]
+ON_A_CPU = ("numba", "triton")  # where there is no GPU, Triton interprets
+KERNELS = [
+    pytest.param(
+        op, kernel, id=f"{op.name}-{kernel}", marks=() if kernel.partition(".")[0] in ON_A_CPU else pytest.mark.gpu
+    )
+    for op in REGISTRY.values()
+    for kernel in op.kernels
+]
 ENOUGH = 20  # calls, from which on it is told how many of them were refused
 
 
@@ -20,12 +27,10 @@ def child():
 
 @pytest.mark.parametrize(("op", "kernel"), KERNELS)
 def test_random_calls(op, kernel, child, request):
-    if why := languages.missing(kernel):
-        pytest.skip(why)
+    if (where := place(op, kernel)).device is None:
+        pytest.skip(where.reason)  # a language that is not installed, an architecture that it does not build for
     seed, calls = (request.config.getoption(name) for name in ("--fuzz-seed", "--fuzz-calls"))
     report = fuzz(op, kernel, seed, calls, child)
-    if not report.kinds:
-        pytest.skip("needs a GPU")
     again = (
         f"all of it again: PYTHONPATH=tests python -m fuzz {op.name} --kernel {kernel} --seed {seed} --calls {calls}"
     )

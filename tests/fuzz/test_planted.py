@@ -45,8 +45,8 @@ class Here:
 
 @pytest.fixture
 def kernel_restored(monkeypatch):
-    kernel = SOFTMAX.kernel("numba")
-    monkeypatch.setattr(kernel, "run", kernel.run)
+    kind = type(SOFTMAX.kernel("numba"))
+    monkeypatch.setattr(kind, "launches", kind.launches)
 
 
 @pytest.mark.usefixtures("kernel_restored")

@@ -12,7 +12,7 @@ from tilery import models
 from tilery.base.errors import BadInput
 from tilery.base.spec import Cost
 from tilery.cli import app
-from tilery.core.cases import specs_for
+from tilery.core.cases import call_for
 from tilery.core.op import REGISTRY
 from tilery.measure.ceilings import Ceilings
 from tilery.models import plan, roofs
@@ -123,7 +123,7 @@ def test_every_known_model_plans(name, tp, phase):
         assert step.exists == (step.op in REGISTRY) and step.count > 0 and step.case.params["dtype"] == takes
         if step.exists:  # from the contract, not from here
             op = REGISTRY[step.op]
-            assert step.cost == op.cost(*specs_for(op, step.case))
+            assert step.cost == op.cost(call_for(op, step.case))
     assert {"all_reduce", "all_gather"} & {step.op for step in made.steps} == (
         {"all_reduce", "all_gather"} if tp > 1 else set()
     )
@@ -298,30 +298,33 @@ def test_other_ops_are_of_the_models_own_weights_or_of_those_that_have_them():
 # Ops that come
 
 
-def test_an_op_that_appears_is_taken(monkeypatch):
-    def inputs(m, kv_heads, n, dtype, device, seed):
+class Appearing:
+    """An op of which a plan asks no more than its contract: what it draws, and what that costs."""
+
+    name, names, runtime = "cache_write_", ("length",), ()
+
+    def inputs(self, m, kv_heads, n, dtype, device, seed):
         return {"length": m}
 
-    op = SimpleNamespace(
-        name="cache_write_", names=("length",), runtime=(), inputs=inputs, validate=lambda specs: None,
-        complete=lambda args, kwargs: tuple(kwargs.values()), cost=lambda length: Cost(1, 2, length),
-    )  # fmt: skip
+    def complete(self, args, kwargs):
+        return tuple(kwargs.values())
+
+    def call(self, specs):
+        return SimpleNamespace(length=specs[0])
+
+    def cost(self, call):
+        return Cost(1, 2, call.length)
+
+
+def test_an_op_that_appears_is_taken(monkeypatch):
     model = models.load("qwen3-8b")
     assert not by_name(steps(model, Pass(DECODE, 3, 77)))["cache_write"].exists
-    monkeypatch.setitem(REGISTRY, "cache_write_", Hashable(op))
+    monkeypatch.setitem(REGISTRY, "cache_write_", Appearing())
     found = by_name(steps(model, Pass(DECODE, 3, 77)))["cache_write"]
     assert found.exists and found.cost == Cost(1, 2, 3)
-    op.inputs = lambda sequences, device, seed: {}
+    monkeypatch.setattr(Appearing, "inputs", lambda self, sequences, device, seed: {})
     with pytest.raises(AssertionError, match=r"models/steps.py must name the cases of cache_write_ by sequences"):
         steps(model, Pass(DECODE, 4, 77))
-
-
-class Hashable:
-    def __init__(self, op):
-        self._op = op
-
-    def __getattr__(self, name):
-        return getattr(self._op, name)
 
 
 # Times
@@ -354,7 +357,7 @@ def test_cases_are_distinct_exist_and_come_most_valuable_first():
 
 
 def test_the_ceilings_kept_of_an_h200_were_measured():
-    runs = json.loads((Path(__file__).parents[1] / "workbench" / "data" / "h200.json").read_text())["runs"]
+    runs = json.loads((Path(__file__).parents[1] / "pages" / "data" / "h200.json").read_text())["runs"]
     measured = [Ceilings(**run["machine"]["ceilings"]["NVIDIA H200"]) for run in runs]
     assert H200.device == "NVIDIA H200" and H200.ceilings in measured
 

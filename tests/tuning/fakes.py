@@ -1,9 +1,11 @@
-"""Workers and pools that measure nothing: times are given, with noise of a seed, and failures by name."""
+"""Workers and pools that measure nothing: times are given, with noise of a seed, and failures by name.
+
+None of them waits by itself: what a test wants to happen meanwhile it does in `before`.
+"""
 
 import dataclasses
 import random
 import threading
-import time
 
 from tilery.tuning.data import GOOD, Built, Candidate, Measured
 
@@ -18,11 +20,11 @@ def candidates(count, languages=LANGUAGES):
 class FakeWorker:
     """`times`: candidate -> ms. `bad`: candidate -> (status, reason). Every job that it is given is in `jobs`."""
 
-    def __init__(self, times, noise=0.0, seed=0, bad=None, digests=None, sleep_s=0.0):
-        self.times, self.noise, self.random, self.sleep_s = times, noise, random.Random(seed), sleep_s
+    def __init__(self, times, noise=0.0, seed=0, bad=None, digests=None):
+        self.times, self.noise, self.random = times, noise, random.Random(seed)
         self.bad, self.digests = bad or {}, digests or {}
         self.jobs, self.closed = [], False
-        self.before = lambda job: None
+        self.before = lambda job: None  # called with every job before it is measured
 
     def start(self):
         pass
@@ -30,7 +32,6 @@ class FakeWorker:
     def measure(self, job, progress=lambda candidate, what: None):
         self.jobs.append(job)
         self.before(job)
-        time.sleep(self.sleep_s)
         good = [c for c in job.candidates if str(c) not in self.bad]
         drawn = {str(c): [self._draw(c) for _ in range(job.depth.rounds)] for c in good}
         for candidate in job.candidates:
@@ -52,16 +53,17 @@ class FakeWorker:
 
 
 class FakePool:
-    def __init__(self, workers, compilers=2, compile_s=0.0, built=None):
-        self.workers, self.compilers, self.compile_s, self.built = workers, compilers, compile_s, built or {}
-        self.compiled, self.closed, self.lock = [], False, threading.Lock()
+    def __init__(self, workers, compilers=2, built=None):
+        self.workers, self.compilers, self.built = workers, compilers, built or {}
+        self.compiled, self.closed, self.lock = [], threading.Event(), threading.Lock()
+        self.before = lambda config: None  # called with every config before it is compiled
 
     def compile(self, op, kernel, specs, arch, config):
-        time.sleep(self.compile_s)
+        self.before(config)
         with self.lock:
             self.compiled.append((op, kernel, config))
         fields = ",".join(f"{k}={v}" for k, v in sorted(dataclasses.asdict(config).items()))
         return self.built.get(f"{kernel} {fields}" if fields else kernel, Built(registers=32, spills=0, shared=0))
 
     def close(self):
-        self.closed = True
+        self.closed.set()

@@ -101,3 +101,9 @@ def test_a_job_is_known_by_what_decides_its_result():
 
     assert key() == key(where="cuda:1")
     assert len({key(), key(problem="other"), key(versions={"torch": "3"}), key(depth=12), key(tile=4)}) == 5
+
+
+def test_a_journal_of_another_form_is_measured_again(tmp_path):
+    first = opened(tmp_path)
+    first.path.write_text('{"session": "s", "job": "k", "measured": [{"nothing": 1}]}\n')
+    assert opened(tmp_path).jobs == {}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import plant
 from tilery.base.spec import case
 from tilery.core.op import REGISTRY
 from tilery.measure import ceilings, timing
@@ -51,14 +52,8 @@ def test_one_candidate_alone_has_nobody_beside_it(timed):
 
 
 def test_a_candidate_is_timed_on_every_set(timed, monkeypatch):
-    kernel, seen = OP.kernel("numba"), []
-    run = kernel.run
-
-    def spying(outs, args, config):
-        seen.append(args[0].data_ptr())
-        run(outs, args, config)
-
-    monkeypatch.setattr(kernel, "run", spying)
+    seen = []
+    plant.after(monkeypatch, OP, "numba", lambda x: seen.append(x.data_ptr()), "x")
     timed(candidates=1)
     assert len(set(seen)) == 3
 

@@ -4,22 +4,24 @@ import dataclasses
 import json
 import subprocess
 import sys
-from types import ModuleType
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import plant
+from tilery import languages
 from tilery.base import settings
 from tilery.base.errors import BadInput, BadTunedFile, NotWritten
 from tilery.base.spec import Case
 from tilery.cli import app
 from tilery.core import policy, tuned
-from tilery.core.cases import specs_for
+from tilery.core.cases import call_for
 from tilery.core.tuned import Entry
 from tilery.hardware import device
+from tilery.hardware.gpu import KNOWN
 from tilery.ops import fp8_matmul
-from tilery.tuning import kept, sglang
+from tilery.tuning import exchange, sglang
 
 FILE = "N=4096,K=8192,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128, 128].json"
 TRITON = {"block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 4, "split_k": 1, "group_m": 8, "block_k": 128}
@@ -39,7 +41,7 @@ IN_TILELANG = {
 
 def entry(config, m=16, rank=0, scales="column", **more):
     params = {"m": m, "n": 4096, "k": 8192, "dtype": "e4m3", "scales": scales, **more}
-    bucket = fp8_matmul.bucket(*specs_for(fp8_matmul, Case(params)))
+    bucket = fp8_matmul.bucket(call_for(fp8_matmul, Case(params)))
     return Entry(
         kernel="tilelang" if "kernel_type" in config else "triton", exact=bucket.exact, scaled=bucket.scaled,
         config=config, ms=0.5, interval=[0.4, 0.6], error=1e-3, bit_identical=True, registers=128, spills=0, roof=0.5,
@@ -47,40 +49,33 @@ def entry(config, m=16, rank=0, scales="column", **more):
     )  # fmt: skip
 
 
-def fake_tilelang():
-    made = ModuleType("fake_tilelang_kernel")
-    kinds = [(name, type(value)) for name, value in TILELANG.items()]
-    made.Config = dataclasses.make_dataclass("Config", kinds, frozen=True)
-    made.archs, made.refusal = (
-        ("sm_90",),
-        lambda *specs, config=None: "too many threads" if config.threads > 512 else None,
-    )
-    return made
+class FakeTilelang(plant.ByTorch):
+    """A TileLang kernel that needs no TileLang."""
+
+    archs = ("sm_90",)
+    Config = dataclasses.make_dataclass(
+        "Config", [(name, type(value)) for name, value in TILELANG.items()], frozen=True
+    )  # fmt: skip
+
+    def refusal(self, call, config=None):
+        return "too many threads" if config is not None and config.threads > 512 else None
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    """Folders of this test's own, and a TileLang kernel that needs no TileLang."""
-    module = fake_tilelang()
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(fp8_matmul.modules, "tilelang", module.__name__)
-    monkeypatch.setattr(fp8_matmul, "kernels", tuple(dict.fromkeys((*fp8_matmul.kernels, "tilelang"))))
-    monkeypatch.setattr(tuned, "folders", lambda op: [settings.get().config_dir / op.name, tmp_path / "none"])
+def place(tmp_path, monkeypatch, ship):
+    """Folders of this test's own."""
+    plant.add(monkeypatch, fp8_matmul, "tilelang", FakeTilelang(None))
     monkeypatch.chdir(tmp_path)
-    with settings.override(config_dir=tmp_path / "tuned", sglang_dir=None):
-        tuned.reload()
+    with settings.override(sglang_dir=None):
         yield tmp_path
-    tuned.reload()
 
 
 @pytest.fixture
 def h100(monkeypatch):
     """This machine has one."""
-    name = device.name
-    monkeypatch.setattr(kept, "here", lambda: [torch.device("cpu"), torch.device("cuda", 0)])
-    monkeypatch.setattr(device, "name", lambda where: "NVIDIA H100" if where.type == "cuda" else name(where))
+    monkeypatch.setattr(exchange, "here", lambda: [torch.device("cpu"), torch.device("cuda", 0)])
     monkeypatch.setattr(policy, "environment_refusal", lambda *_: None)
-    with device.pretend("sm_90"):
+    with device.pretend(dataclasses.replace(KNOWN["h200"], name="NVIDIA H100")):
         yield
 
 
@@ -286,7 +281,7 @@ def test_the_command_itself_knows_the_op(place):
 def test_the_forms_have_the_fields_of_the_configs(kernel, monkeypatch):
     """Of the kernel that really is there: in their order, with their defaults."""
     monkeypatch.undo()
-    if kernel not in fp8_matmul.kernels:
-        pytest.skip(f"fp8_matmul has no {kernel} kernel")
+    if why := languages.missing(kernel):
+        pytest.skip(why)
     made = dataclasses.fields(fp8_matmul.kernel(kernel).Config)
     assert [field.name for field in made] == list(sglang._FORMS[kernel].config)

@@ -1,11 +1,8 @@
 """Arms that take their process with them: the rest goes on."""
 
-import os
-import sys
-
 import pytest
-import torch
 
+from processes import package
 from tilery.base.errors import BadInput
 from tilery.base.spec import case
 from tilery.measure.timing import Depth
@@ -44,12 +41,8 @@ REGISTRY["softmax"].baselines |= {
 @pytest.fixture(autouse=True)
 def _bad_peers(tmp_path, monkeypatch):
     """A plug-in that only the child sees."""
-    (tmp_path / "bad_peers.py").write_text(PLUGIN)
-    info = tmp_path / "bad_peers-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad-peers\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[tilery.ops]\nbad = bad_peers\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    path = package(tmp_path, "[tilery.ops]\nbad = planted.peers\n", planted={"peers": PLUGIN})
+    monkeypatch.setenv("PYTHONPATH", path)
 
 
 def rows(*peers, given=None, device="cpu", kernel="numba"):
@@ -86,7 +79,7 @@ def test_what_is_wrong_with_a_case_is_raised_here():
         rows(given=case(m=8, n=64, dtype="int4"))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_spoilt_context_costs_its_own_row():
     """A bad index is an assertion on the device, after which every call of the process fails."""
     found = rows("baseline:flashinfer", device="cuda:0", kernel="triton")

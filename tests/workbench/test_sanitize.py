@@ -30,13 +30,13 @@ CLEAN = """
 OVERRUN = f"""
 ========= COMPUTE-SANITIZER
 ========= Invalid __global__ write of size 4 bytes
-=========     at _overrun+0x1d0 in {SOFTMAX}/triton_kernel.py:41
+=========     at _overrun+0x1d0 in {SOFTMAX}/triton_kernels.py:41
 =========     by thread (127,0,0) in block (0,0,0)
 =========     Address 0x7f21e5c001fc is out of bounds
 =========     and is 1 bytes after the nearest allocation at 0x7f21e5c00000 of size 508 bytes
 =========
 ========= Invalid __global__ write of size 4 bytes
-=========     at _overrun+0x1d0 in {SOFTMAX}/triton_kernel.py:41
+=========     at _overrun+0x1d0 in {SOFTMAX}/triton_kernels.py:41
 =========     by thread (126,0,0) in block (3,0,0)
 =========     Address 0x7f21e5c00200 is out of bounds
 =========     and is 5 bytes after the nearest allocation at 0x7f21e5c00000 of size 508 bytes
@@ -145,7 +145,7 @@ def test_an_overrun_is_told_with_its_line_and_counted():
         "Invalid __global__ write of size 4 bytes: is out of bounds, after the nearest allocation of size 508 bytes"
     )
     assert found.function == "_overrun" and found.count == 2 and report.errors == 2
-    assert found.where == str(Path("tilery/ops/softmax/triton_kernel.py:41"))
+    assert found.where == str(Path("tilery/ops/softmax/triton_kernels.py:41"))
 
 
 def test_a_race_names_both_sides():
@@ -270,7 +270,7 @@ def test_a_finding_belongs_to_its_case_and_the_exit_code_is_1(fake):
     assert bad and all("dtype=bf16" in row["case"] and row["count"] == 2 for row in bad)
     assert all(row["status"] == "clean" for row in rows if "dtype=bf16" not in row["case"])
     said = run("softmax", "--backend", "triton", code=1)
-    assert "triton_kernel.py:41" in said and f"{len(bad)} findings in 1 kernels" in said.splitlines()[-1]
+    assert "triton_kernels.py:41" in said and f"{len(bad)} findings in 1 kernels" in said.splitlines()[-1]
     assert all(len(line) <= 80 for line in said.splitlines())
 
 
@@ -337,7 +337,7 @@ def test_a_refusal_is_skipped_with_its_reason(fake):
 
 
 def test_a_child_that_hangs_is_ended_and_its_case_failed(fake, tmp_path):
-    (tmp_path / "compute-sanitizer").write_text("#!/bin/sh\nsleep 600\n")
+    (tmp_path / "compute-sanitizer").write_text("#!/bin/sh\nexec sleep 600\n")
     (row,) = sanitize.examined(sanitize.sanitizer(), batch(), sanitize.Asked(timeout_s=0.1))
     assert row.status == "failed" and "--timeout" in row.what
 
@@ -374,8 +374,7 @@ def test_without_the_tool_it_says_what_to_install(fake, monkeypatch, capsys, tmp
     assert ended.value.code == 2 and "comes with a CUDA toolkit" in capsys.readouterr().err
 
 
-def test_without_a_gpu_it_says_so(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_without_a_gpu_it_says_so(without_a_gpu):
     with pytest.raises(ToolMissing, match="needs an NVIDIA GPU"):
         list(sanitize.rows([REGISTRY["softmax"]], sanitize.Asked()))
 

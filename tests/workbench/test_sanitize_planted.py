@@ -1,39 +1,44 @@
 """`tilery sanitize` on a GPU finds bugs that are planted in a package of its own, as a third party's would be."""
 
 import json
-import os
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
+
+from processes import package
+from tilery.base.spec import TensorSpec
+from tilery.measure.compile import Compiler
 
 PLANTED_OP = """
 import torch
 from torch import Tensor
 from tilery.core.op import op
-from tilery.base.spec import Bucket, Cost, case
-@op(check=lambda x: None, outputs=lambda x: (x,), cost=lambda x: Cost(1, x.nbytes, 0), bucket=lambda x: Bucket("", {}),
+from tilery.base.spec import Bucket, Cost, TensorSpec, case
+@op(check=lambda call: None, outputs=lambda call: {"y": TensorSpec(*call.x)},
+    cost=lambda call: Cost(1, call.x.nbytes, 0), bucket=lambda call: Bucket("", {}),
     inputs=lambda m, dtype, device, seed: {"x": torch.randn(m, device=device)}, allowed={torch.float32: 1e-6},
-    cases={"test": [case(m=127, dtype="fp32")]}, kernels=("triton", "cuda"), baselines={})
+    cases={"test": [case(m=127, dtype="fp32")]}, baselines={},
+    kernels={"triton": "planted.overruns:overruns", "cuda": "planted.races:races"})
 def planted(x: Tensor) -> Tensor:
     \"\"\"y = x\"\"\"
     return x.clone()
 """
-PLANTED_KERNEL = """
+KERNEL = """
 from dataclasses import dataclass
-archs = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+from tilery.base.launch import Launch
+from tilery.core.kernel import Kernel
+from tilery.hardware.gpu import ARCHS
 @dataclass(frozen=True)
 class Config:
     pass
-def refusal(x, config=None): return None
-def default(x): return Config()
-def configs(x): return [Config()]
-def compile(specs, config, arch): raise NotImplementedError
+class Planted(Kernel):
+    archs, Config = ARCHS, Config
+    def default(self, call): return Config()
 """
 OVERRUNS = (
-    PLANTED_KERNEL
+    KERNEL
     + """
 import triton
 import triton.language as tl
@@ -42,16 +47,22 @@ def _overrun(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < n, other=0.0)
     tl.store(y_ptr + at, x, mask=at < n + 1)  # one too many
-def run(outs, args, config): _overrun[(1,)](args[0], outs[0], args[0].numel(), BLOCK=128)
+class Overruns(Planted):
+    def launches(self, call, config):
+        return [Launch(_overrun, 1, {"x_ptr": call.x, "y_ptr": call.y, "n": call.x.shape[0]}, {"BLOCK": 128})]
+overruns = Overruns()
 """
 )
 RACES = (
-    PLANTED_KERNEL
+    KERNEL
     + """
 from pathlib import Path
-from tilery.languages import cuda_glue
-_KERNEL = cuda_glue.Kernel(Path(__file__).with_name("races.cu"), "races", "PPi", 128)
-def run(outs, args, config): _KERNEL.launch(1, args[0].data_ptr(), outs[0].data_ptr(), args[0].numel())
+from tilery.languages.cuda_glue import Source
+class Races(Planted):
+    def launches(self, call, config):
+        args = {"x": call.x, "y": call.y, "n": call.x.shape[0]}
+        return [Launch(Source(Path(__file__).with_name("races.cu"), "races"), 1, args, options={"threads": 128})]
+races = Races()
 """
 )
 RACES_CU = """
@@ -65,32 +76,31 @@ __global__ void races(const float *x, float *y, int n) {
 """
 
 
-def planted(folder):
-    """A package with an op whose Triton kernel writes past its output and whose CUDA kernel lacks a barrier."""
-    files = {
-        "planted/__init__.py": PLANTED_OP,
-        "planted/triton_kernel.py": OVERRUNS,
-        "planted/cuda_kernel.py": RACES,
-        "planted/races.cu": RACES_CU,
-        "planted-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n",
-        "planted-1.0.dist-info/entry_points.txt": "[tilery.ops]\nplanted = planted\n",
-    }
-    for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(textwrap.dedent(text))
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """An op whose Triton kernel writes past its output and whose CUDA kernel lacks a barrier; children see it."""
+    modules = {"op": PLANTED_OP, "overruns": OVERRUNS, "races": RACES}
+    monkeypatch.setenv("PYTHONPATH", package(tmp_path, "[tilery.ops]\nplanted = planted.op\n", planted=modules))
+    (tmp_path / "planted" / "races.cu").write_text(RACES_CU)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_planted_bugs_are_reported_with_their_lines(tmp_path):
-    planted(tmp_path)
+def test_the_planted_kernels_build(planted):
+    """So that the next test, on a GPU, looks for bugs in kernels that run."""
+    specs = (TensorSpec.contiguous((127,), torch.float32, "cuda:0"),)
+    with Compiler() as compiler:
+        for kernel in ("triton", "cuda"):
+            assert compiler.compile("planted", kernel, specs, "sm_90").registers > 0
+
+
+@pytest.mark.gpu
+def test_planted_bugs_are_reported_with_their_lines(planted):
     command = [sys.executable, "-m", "tilery", "sanitize", "planted", "--tool", "memcheck,racecheck", "--json"]
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     rows = {(row["kernel"], row["tool"]): row for row in json.loads(done.stdout)["rows"]}
     overrun, race = rows["triton", "memcheck"], rows["cuda", "racecheck"]
     line = 1 + OVERRUNS.splitlines().index("    tl.store(y_ptr + at, x, mask=at < n + 1)  # one too many")
     assert overrun["status"] == "finding" and "Invalid __global__ write of size 4" in overrun["what"]
-    assert overrun["where"].endswith(f"triton_kernel.py:{line}")
+    assert overrun["where"].endswith(f"overruns.py:{line}")
     assert race["status"] == "finding" and "race between" in race["what"] and "races.cu" in race["where"]
     assert rows["cuda", "memcheck"]["status"] == rows["triton", "racecheck"]["status"] == "clean"

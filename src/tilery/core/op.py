@@ -225,6 +225,9 @@ class Op:
         require(
             name not in self.kernels, f"{self.name}: there is a kernel {name!r} already, in {self.kernels.get(name)}"
         )
+        module, _, attribute = where.partition(":")
+        whole = "." in module and attribute  # without a dot it would be looked for beside the contract
+        require(bool(whole), f"{self.name}: the kernel {name!r} must be given as package.module:object, got {where!r}")
         self.kernels[name] = where
         self.plans.clear()
 

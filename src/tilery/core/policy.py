@@ -63,7 +63,7 @@ def _signature(config: type) -> str:
 
 def decide(op: "Op", call: Call, backend: str | None, config: Any) -> Plan:
     """Explicit, then tuned for this bucket and device, then the first kernel that takes it with its default."""
-    if backend is not None and backend not in op.kernels:
+    if backend is not None and backend not in tuple(op.kernels):  # it may be anything, also what has no hash
         raise BadInput(f"{op.name}: backend must be one of {', '.join(op.kernels)}, got {backend!r}")
     require(config is None or backend is not None, f"{op.name}: config= needs backend=, got only config={config!r}")
     asked = (backend,) if backend is not None else op.asked(call)

@@ -103,7 +103,8 @@ def read(path: Path, op: "Op") -> tuple[Entry, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _read(path: Path, op: "Op") -> tuple[Entry, ...]:
-    found = tuned_files.read(path, op.name)
+    slug = path.parent.name if path.is_relative_to(op.folder) else path.stem  # of a shipped file, or of a user's
+    found = tuned_files.read(path, op.name, slug)
     for entry in found:
         require_kernel(op, entry, path)
     return found

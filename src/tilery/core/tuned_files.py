@@ -57,7 +57,7 @@ class Document:
     """What was tuned of one op on one device."""
 
     op: str
-    device: str  # its slug, which is the file's name
+    device: str  # its slug
     entries: tuple[Entry, ...]
     line: int = 1  # of the file; not in it
 
@@ -76,15 +76,15 @@ _SHAPE = f'{{"schema": {SCHEMA}, "op": ..., "device": ..., "entries": [...]}}'
 # Reading
 
 
-def read(path: Path, op: str) -> tuple[Entry, ...]:
-    """The entries of an op's file, whose name is the device's; none where there is no file."""
+def read(path: Path, op: str, device: str) -> tuple[Entry, ...]:
+    """The entries of a file, which must be this op's on this device; none where there is no file."""
     try:
         found = documents(path)
     except FileNotFoundError:
         return ()
-    if [(d.op, d.device) for d in found] != [(op, path.stem)]:
+    if [(d.op, d.device) for d in found] != [(op, device)]:
         came = ", ".join(f"{d.op} on {d.device}" for d in found) or "none"
-        what = f"expected the entries of {op} on {path.stem}, got those of {came}"
+        what = f"expected the entries of {op} on {device}, got those of {came}"
         raise BadTunedFile(f"{path}:1: {what}; move it away, then `tilery configs import` brings it in")
     return found[0].entries
 
@@ -194,7 +194,7 @@ def merge(
     new = [_entry(json.loads(json.dumps(_plain(e))), path, 0) for e in entries]  # what could not be read is not written
     replaced = {same(e) for e in new}
     with _alone(path):
-        kept = [e for e in read(path, op) if same(e) not in replaced]
+        kept = [e for e in read(path, op, path.stem) if same(e) not in replaced]
         files.replace(path, text_of(Document(op, path.stem, (*kept, *new))))
 
 

@@ -62,7 +62,8 @@ def legacy_compile(source: str, name: str, arch: str) -> Artifact:
 
 
 def _instance(launch: Launch) -> str:
-    return cuda_signature.find(launch.kernel.source, launch.kernel.name).instance(launch.constants)
+    constants = {name: TYPES.get(value, value) for name, value in launch.constants.items()}
+    return cuda_signature.find(launch.kernel.source, launch.kernel.name).instance(constants)
 
 
 def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
@@ -71,7 +72,7 @@ def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
     CuPy passes an int as 64 bits, so as an address too, and a float as a double.
     """
     signature = cuda_signature.find(launch.kernel.source, launch.kernel.name)
-    source, name = launch.kernel.source, signature.instance(launch.constants)
+    source, name = launch.kernel.source, _instance(launch)
     grid, threads = (launch.grid,), (launch.options["threads"],)
     resolved = resolver(signature.ordered(launch.args), _of_tensor)
     current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream

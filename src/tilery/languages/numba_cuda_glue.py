@@ -134,7 +134,9 @@ def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
     An int is passed as 64 bits, so as an address too, and a float as a double.
     """
     kernel, names = launch.kernel, tuple(inspect.signature(launch.kernel.function.py_func).parameters)
-    assert set(names) == set(launch.args), f"{kernel.function.__name__} takes {', '.join(names)}"
+    assert set(names) == set(launch.args), (
+        f"{kernel.function.__name__} takes {', '.join(names)}, got {', '.join(launch.args)}"
+    )
     assert isinstance(launch.grid, int), "a grid of Numba's is one number"
     shape = _shape(launch.grid, kernel.threads)
     resolved = resolver(tuple(launch.args[name] for name in names), _of_tensor)

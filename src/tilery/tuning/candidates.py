@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tilery.base.spec import TensorSpec, Work, dtype_name
-from tilery.core import policy
+from tilery.core import policy, tuned
 from tilery.core.call import Call
 from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY, Op
@@ -98,7 +98,7 @@ def _of_kernel(op: Op, kernel: str, call: Call, brought: list[Candidate]) -> Ite
             yield Candidate(kernel, known[-1]), policy.problem_refusal(op, kernel, call, config)
     for candidate in brought:
         try:
-            config = made.Config(**candidate.config)
+            config = made.Config(**tuned.present_fields(made.Config, candidate.config))
             why = policy.problem_refusal(op, kernel, call, config)
         except Exception as error:  # of another version or written by hand: it may break the kernel's code anywhere
             yield candidate, f"{kernel} takes no config {candidate.config}: {type(error).__name__}: {error}"

@@ -102,8 +102,12 @@ class _Task:
     @property
     def present(self) -> int | None:
         """The candidate that is tuned now."""
-        now = [(e.kernel, e.config) for e in self.recorded.present()[:1]]
-        return next((i for i, c in enumerate(self.candidates) if (c.kernel, c.config) in now), None)
+        now = next(iter(self.recorded.present()), None)
+        mine = [(i, c) for i, c in enumerate(self.candidates) if now is not None and c.kernel == now.kernel]
+        if now is None or not mine:
+            return None
+        fields = tuned.present_fields(self.op.kernel(now.kernel).Config, now.config)
+        return next((i for i, c in mine if c.config == fields), None)
 
 
 class Tuner:

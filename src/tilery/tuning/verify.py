@@ -199,6 +199,7 @@ def _refused(group: Group, item: Item) -> bool:
     if not item.refused:
         try:
             config = tuned.config_of(group.op, item.entry, item.path)
+            item.entry = dataclasses.replace(item.entry, config=dataclasses.asdict(config))  # under the names of now
             item.reason = policy.refusal(group.op, item.entry.kernel, group.op.call(group.specs), config) or ""
         except BadTunedFile as error:
             item.reason = str(error)

@@ -2,31 +2,31 @@
 
 from mutations.mutation import Layer, case
 
-OP, SPEC, INDICES = LAYERS = Layer("op"), Layer("spec"), Layer("indices")
+OP, SPEC, CALL, INDICES = LAYERS = Layer("op"), Layer("spec"), Layer("call"), Layer("indices")
 
 OP.add(
     "unknown-keyword-accepted",
     "if given == len(kwargs):",
     "if given <= len(kwargs):",
-    "test_dispatch.py::test_bad_input_is_named",
+    "test_op.py::test_bad_input_is_named",
 )
 OP.add(
     "two-devices-accepted",
     "if len(devices) != 1:",
     "if not devices:",
-    "test_dispatch.py::test_tensors_on_two_devices_are_named",
+    "test_op.py::test_tensors_on_two_devices_are_named",
 )
 OP.add(
     "expanded-accepted",
     "if stride == 0 and size > 1:",
     "if stride == 0 and size < 1:",
-    "test_dispatch.py::test_bad_input_is_named",
+    "test_op.py::test_bad_input_is_named",
 )
 OP.add(
     "weight-dtype-unchecked",
     "require(vector.dtype == x.dtype,",
     "require(vector.dtype.is_floating_point,",
-    "test_dispatch.py::test_bad_input_is_named",
+    "test_op.py::test_bad_input_is_named",
 )
 OP.add(
     "like-dtype-unchecked",
@@ -49,9 +49,9 @@ OP.add(
     inside="contiguous",
 )
 OP.add(
-    "fake-not-validated",
-    "        self.validate(specs)\n        return plan_module.unpacked(",
-    "        return plan_module.unpacked(",
+    "calls-not-validated",
+    "        self.validate(specs, found)\n",
+    "",
     "test_fake_inputs.py::test_a_fake_call_is_refused_as_a_real_one_is",
 )
 OP.add(
@@ -70,7 +70,7 @@ OP.add(
     "gradient-cut",
     "graded = [n for n, v in tensors if v.requires_grad] if torch.is_grad_enabled() else []",
     "graded = []",
-    "test_dispatch.py::test_grad_is_refused_not_cut",
+    "test_op.py::test_grad_is_refused_not_cut",
 )
 OP.add(
     "tangent-lost",
@@ -87,9 +87,9 @@ OP.add(
 )
 OP.add(
     "first-kernel-ignored",
-    "return self.kernels if first is None else (first, *(name for name in self.kernels if name != first))",
-    "return self.kernels",
-    "test_dispatch.py::test_a_problem_may_be_for_another_kernel_first",
+    "return tuple(self.kernels) if first is None else (first, *(name for name in self.kernels if name != first))",
+    "return tuple(self.kernels)",
+    "test_policy.py::test_a_problem_may_be_for_another_kernel_first",
 )
 
 SPEC.add(
@@ -109,6 +109,37 @@ SPEC.add(
     "return prod(self.shape) * self.dtype.itemsize",
     "return prod(self.shape) * 2",
     "test_bench.py::test_what_runs_is_timed_beside_its_peers",
+)
+
+CALL.add(
+    "names-taken-twice",
+    'assert not both, f"the call has',
+    'assert both is not None, f"the call has',
+    "test_call.py::test_a_longer_call_is_another_of_the_same_class",
+)
+CALL.add(
+    "plain-call-of-a-familys-own",
+    "return type(self)({**self._values, **more})",
+    "return Call({**self._values, **more})",
+    "test_call.py::test_a_longer_call_is_another_of_the_same_class",
+)
+CALL.add(
+    "workspace-over-the-outputs",
+    "first = len(op.names) + len(op.output_specs(call))",
+    "first = len(op.names)",
+    "test_policy.py::test_workspace_comes_after_arguments_and_outputs",
+)
+CALL.add(
+    "runtime-scalars-take-no-place",
+    "for slot, (name, kind) in enumerate(zip(self.names, self.kinds)):",
+    "for slot, (name, kind) in enumerate(sorted(zip(self.names, self.kinds), key=lambda each: not each[1].decides)):",
+    "test_signature.py::test_references_name_tensors_and_runtime_scalars_by_their_places",
+)
+CALL.add(
+    "gradients-by-place",
+    "return tuple(found.get(name) for name in op.names)",
+    "return (*found.values(), *[None] * (len(op.names) - len(found)))",
+    "test_library.py::test_gradients_are_given_by_name",
 )
 
 INDICES.add(

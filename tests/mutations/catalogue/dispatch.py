@@ -1,8 +1,8 @@
-"""Bugs in plans: which call has which plan, which kernel and config it gets, what is launched."""
+"""Bugs in plans and launches: which call has which plan, what it gets, what is launched and with which arguments."""
 
 from mutations.mutation import Layer, case
 
-(DISPATCH,) = LAYERS = (Layer("dispatch"),)
+DISPATCH, LAUNCH, BIND = LAYERS = Layer("dispatch"), Layer("launch"), Layer("bind")
 KEY = "key += (value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16 == 0)"
 PLAN_KEY = "test_plans.py::test_key_holds_what_decides_and_nothing_else"
 RECENT = "test_plans.py::test_a_recent_plan_takes_only_calls_with_its_own_key"
@@ -15,7 +15,7 @@ DISPATCH.add(
     "key-without-device",
     KEY,
     KEY.replace("value.device, ", ""),
-    "test_plan_choice.py::test_tensors_of_another_device_have_another_key",
+    "test_plans.py::test_tensors_of_another_device_have_another_key",
 )
 DISPATCH.add(
     "guard-without-strides",
@@ -54,7 +54,7 @@ DISPATCH.add(
     "refusal-of-a-named-backend-ignored",
     "return refusals[name] is None\n",
     "return refusals[name] is None or name == backend\n",
-    "test_plan_choice.py::test_a_backend_that_is_named_and_refuses_is_not_run",
+    "test_policy.py::test_a_backend_that_is_named_and_refuses_is_not_run",
 )
 DISPATCH.add(
     "newest-plans-evicted",
@@ -72,7 +72,7 @@ DISPATCH.add(
     "out-may-overlap-in-part",
     "return a0 < b1 and b0 < a1",
     "return a0 == b0",
-    "test_plan_choice.py::test_out_may_not_overlap_an_argument_in_part",
+    "test_plans.py::test_out_may_not_overlap_an_argument_in_part",
 )
 DISPATCH.add(
     "one-empty-output-launches-nothing",
@@ -84,17 +84,157 @@ DISPATCH.add(
     "device-0-is-no-device",
     "if self._index is not None and self._index != _current_device():",
     "if self._index and self._index != _current_device():",
-    "test_plan_choice.py::test_a_tensor_on_the_first_device_runs_there_while_the_second_is_current",
+    "test_plans.py::test_a_tensor_on_the_first_device_runs_there_while_the_second_is_current",
 )
 DISPATCH.add(
     "in-place-write-unseen",
     "torch.autograd.graph.increment_version([args[i] for i in self.mutated])",
     "pass",
-    "test_plan_choice.py::test_autograd_sees_what_an_op_writes_in_place",
+    "test_plans.py::test_autograd_sees_what_an_op_writes_in_place",
 )
 DISPATCH.add(
     "explained-on-stdout",
-    "print(explained(plan, specs), file=sys.stderr)",
-    "print(explained(plan, specs))",
-    "test_dispatch.py::test_explain_says_who_was_chosen_and_who_refused",
+    "print(explained(plan, op.specs_in(call)), file=sys.stderr)",
+    "print(explained(plan, op.specs_in(call)))",
+    "test_policy.py::test_explain_says_who_was_chosen_and_who_refused",
+)
+DISPATCH.add(
+    "unhashable-backend-raises",
+    "if backend is not None and backend not in tuple(op.kernels):",
+    "if backend is not None and backend not in op.kernels:",
+    "test_op.py::test_bad_input_is_named",
+)
+DISPATCH.add(
+    "light-launch-shown",
+    "return max(made, key=lambda artifact: (artifact.spills or 0, artifact.registers or 0))",
+    "return made[0]",
+    "test_policy.py::test_of_several_launches_the_compiled_one_is_that_which_takes_most_of_an_sm",
+)
+DISPATCH.add(
+    "bound-at-every-run",
+    "self.run = bound[0] if len(bound) == 1 else _one_after_another(bound)\n        self.run(values)",
+    "(bound[0] if len(bound) == 1 else _one_after_another(bound))(values)",
+    "test_plans.py::test_launches_are_bound_at_the_first_run_and_run_in_order_ever_after",
+)
+DISPATCH.add(
+    "last-launch-first",
+    "        for each in runs:\n            each(values)",
+    "        for each in reversed(runs):\n            each(values)",
+    "test_plans.py::test_launches_are_bound_at_the_first_run_and_run_in_order_ever_after",
+)
+DISPATCH.add(
+    "workspace-before-outputs",
+    "self.run((*args, *outs, *(workspace or [new() for new in self._new_workspace])))",
+    "self.run((*args, *(workspace or [new() for new in self._new_workspace]), *outs))",
+    "test_plans.py::test_a_launch_sees_arguments_outputs_and_workspace_in_this_order",
+)
+
+# Launches as data
+
+RESOLVED = "test_launch.py::test_groups_keep_their_kind_at_any_depth"
+LAUNCH.add(
+    "offset-of-a-view-of-a-view-forgotten",
+    "made.offset = self.offset + step",
+    "made.offset = step",
+    "test_launch.py::test_views_of_views_add_up",
+)
+LAUNCH.add(
+    "offset-in-elements",
+    "step = start * self.dtype.itemsize",
+    "step = start",
+    "test_launch.py::test_a_view_shows_the_same_memory_with_other_sizes",
+)
+LAUNCH.add(
+    "view-always-aligned",
+    "aligned=self.aligned and step % _VECTOR == 0)",
+    "aligned=self.aligned)",
+    "test_launch.py::test_a_view_is_aligned_where_it_starts_on_16_bytes",
+)
+LAUNCH.add(
+    "view-from-the-storages-start",
+    "found.storage_offset() + self.offset // self.dtype.itemsize",
+    "self.offset // self.dtype.itemsize",
+    "test_launch.py::test_a_view_begins_where_the_tensor_does",
+)
+LAUNCH.add(
+    "transforms-in-the-wrong-order",
+    "lambda value: function(before(value))",
+    "lambda value: before(function(value))",
+    "test_launch.py::test_what_becomes_of_a_scalar_is_applied_in_order",
+)
+LAUNCH.add(
+    "ints-passed-as-they-come",
+    "found = given if given is None else self.kind(given)",
+    "found = given",
+    "test_launch.py::test_a_scalar_is_of_its_kind_whatever_number_came",
+)
+LAUNCH.add(
+    "names-of-a-group-lost",
+    'return type(group)(*values) if hasattr(group, "_fields") else tuple(values)',
+    "return tuple(values)",
+    RESOLVED,
+)
+LAUNCH.add(
+    "arguments-of-the-call-before",
+    "        made = fixed.copy()\n",
+    "        made = fixed\n",
+    "test_launch.py::test_the_resolver_gives_every_call_a_list_of_its_own",
+)
+
+# What languages are given
+
+BIND.add(
+    "profilers-not-told",
+    "if found is None or _called(enter) or _called(leave):",
+    "if found is None:",
+    "test_triton_glue.py::test_while_a_profiler_listens_every_call_goes_through_triton",
+)
+BIND.add(
+    "one-code-for-all-devices",
+    "code = (index, *[x.value(values) for x in deciding]) if deciding else index",
+    "code = (0, *[x.value(values) for x in deciding])",
+    "test_triton_glue.py::test_every_device_has_its_own_code",
+)
+BIND.add(
+    "one-code-for-all-constants",
+    "code = (index, *[x.value(values) for x in deciding]) if deciding else index",
+    "code = index",
+    "test_triton_glue.py::test_a_scalar_among_the_constants_has_code_of_its_own_for_each_value",
+)
+BIND.add(
+    "one-code-for-all-integers",
+    "if p.annotation_type and p.do_not_specialize}",
+    "if p.annotation_type}",
+    "test_triton_glue.py::test_an_integer_that_may_change_the_code_goes_through_triton_every_time",
+)
+BIND.add(
+    "dependent-launch-on-any-device",
+    "pdl = launch.pdl and device.arch_number(where) >= _PDL",
+    "pdl = launch.pdl",
+    "test_triton_glue.py::test_a_kernel_is_launched_as_a_dependent_where_it_says_so_and_the_device_can",
+)
+BIND.add(
+    "persistent-grid-cuts-clusters",
+    "blocks = min(blocks.most, kernel.resident() // launch.cluster * launch.cluster)",
+    "blocks = min(blocks.most, kernel.resident())",
+    "test_cuda_launch.py::test_a_persistent_grid_has_as_many_blocks_as_run_at_once_in_whole_clusters",
+)
+BIND.add(
+    "arguments-as-the-launch-names-them",
+    "tuple(args[f.name] for f in p.type.fields) if _is_struct(p) else args[p.name] for p in self.parameters",
+    "v if not _is_struct(p) else tuple(args[f.name] for f in p.type.fields) "
+    "for p, v in zip(self.parameters, args.values())",
+    "test_cuda_launch.py::test_arguments_are_given_in_the_kernels_order",
+)
+BIND.add(
+    "comments-read-as-code",
+    'return re.sub(r"//[^\\n]*|/\\*.*?\\*/", "", text, flags=re.DOTALL)',
+    "return text",
+    "test_cuda_signature.py::test_parameters_are_read_with_their_types",
+)
+BIND.add(
+    "fields-of-one-line-lost",
+    'fields += [head, *(Parameter(name.strip(" *"), head.type) for name in more)]',
+    "fields += [head]",
+    "test_cuda_signature.py::test_structs_are_laid_out_as_c_lays_them_out",
 )

@@ -10,31 +10,31 @@ GLUE.add(
     "fp8-becomes-nan",
     'builder.icmp_signed(">", chosen, _I32(fp8.largest))',
     'builder.icmp_signed(">", chosen, _I32(fp8.infinity))',
-    "test_numba_glue.py::test_fp8_is_rounded_as_torch_rounds_it_and_saturates",
+    "test_numba_elements.py::test_fp8_is_rounded_as_torch_rounds_it_and_saturates",
 )
 GLUE.add(
     "fp8-ties-away-from-zero",
     "builder.add(odd, _I32((1 << (dropped - 1)) - 1))",
     "_I32(1 << (dropped - 1))",
-    "test_numba_glue.py::test_fp8_is_rounded_as_torch_rounds_it_and_saturates",
+    "test_numba_elements.py::test_fp8_is_rounded_as_torch_rounds_it_and_saturates",
 )
 GLUE.add(
     "bf16-ties-away-from-zero",
     "builder.add(odd, _I32(0x7FFF))",
     "_I32(0x8000)",
-    "test_numba_rounding.py::test_bf16_is_rounded_to_nearest_even",
+    "test_numba_elements.py::test_bf16_is_rounded_to_nearest_even",
 )
 GLUE.add(
     "bf16-nan-becomes-infinite",
     'builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)',
     "rounded",
-    "test_numba_rounding.py::test_every_nan_stays_one_in_bf16",
+    "test_numba_elements.py::test_every_nan_stays_one_in_bf16",
 )
 GLUE.add(
     "small-fp8-read-as-normal",
     "_I32(1 << fp8.mantissa)), small, normal)",
     "_I32(1)), small, normal)",
-    "test_numba_glue.py::test_every_fp8_value_is_read_as_torch_reads_it",
+    "test_numba_elements.py::test_every_fp8_value_is_read_as_torch_reads_it",
 )
 GLUE.add(
     "cache-hash-unchecked",

@@ -52,19 +52,19 @@ STORE.add(
     "regression-by-the-middle",
     "return self.high < 1 - threshold",
     "return self.speed < 1 - threshold",
-    "test_store.py::test_a_regression_is_one_only_if_the_interval_says_so",
+    "test_compare.py::test_a_regression_is_one_only_if_the_interval_says_so",
 )
 STORE.add(
     "doubt-of-the-first-run-ignored",
     "b.ratio_high / a.ratio_low  # type",
     "b.ratio_high / a.ratio  # type",
-    "test_store.py::test_the_doubt_of_both_runs_counts",
+    "test_compare.py::test_the_doubt_of_both_runs_counts",
 )
 STORE.add(
     "peers-are-compared",
     "if row.ms is not None and is_ours(row.kernel))",
     "if row.ms is not None)",
-    "test_store.py::test_what_kernels_are_held_against_is_not_compared",
+    "test_compare.py::test_what_kernels_are_held_against_is_not_compared",
 )
 
 SUMMARY.add(

@@ -34,26 +34,26 @@ ROWS.add(
     'x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=-float("inf")).to(tl.float32)',
     "x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)",
     case("softmax", "triton", "m=3,n=127,dtype=fp32"),
-    inside="_whole",
+    inside="_softmax",
 )
 ROWS.add(
     "row-stride-ignored",
     "x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=",
     "x = tl.load(x_ptr + row * n + cols, mask=mask, other=",
     case("softmax", "triton", "m=5,n=256,dtype=fp16,layout=padded"),
-    inside="_whole",
+    inside="_softmax",
 )
 ROWS.add("earlier-blocks-not-rescaled", "exps = exps * tl.exp(top - below) + ", "exps = exps + ", PIECES.format(0))
 ROWS.add(
-    "pieces-added-without-their-maximum",
-    "tl.sum(tl.load(sums_ptr + m * SPLITS + pieces) * tl.exp(base), axis=0)",
-    "tl.sum(tl.load(sums_ptr + m * SPLITS + pieces), axis=0)",
+    "splits-added-without-their-maximum",
+    "tl.sum(tl.load(sums_ptr + m * SPLITS + splits) * tl.exp(base), axis=0)",
+    "tl.sum(tl.load(sums_ptr + m * SPLITS + splits), axis=0)",
     PIECES.format(1),
 )
 ROWS.add(
-    "last-piece-too-long",
-    "first, min(first + piece, n), top, total, BLOCK, LOG)",
-    "first, first + piece, top, total, BLOCK, LOG)",
+    "last-split-too-long",
+    "first, min(first + split_size, n), top, total, BLOCK, LOG)",
+    "first, first + split_size, top, total, BLOCK, LOG)",
     PIECES.format(1),
 )
 ROWS.add(

@@ -22,14 +22,14 @@ TUNED.add(
 )
 TUNED.add(
     "entries-of-another-device",
-    'path = folder / f"{slug}.json"\n        for entry',
-    'path = next(iter(sorted(folder.glob("*.json"))), folder / f"{slug}.json")\n        for entry',
+    'return [user_folder(op) / f"{slug}.json", ',
+    'return [next(iter(sorted(user_folder(op).glob("*.json"))), user_folder(op) / f"{slug}.json"), ',
     "test_tuned_choice.py::test_what_was_tuned_for_another_device_is_not_used",
 )
 TUNED.add(
     "shipped-over-the-users",
-    'return [settings.get().config_dir / op.name, op.folder / "tuned"]',
-    'return [op.folder / "tuned", settings.get().config_dir / op.name]',
+    'return [user_folder(op) / f"{slug}.json", op.folder / "tuned" / slug / f"{op.name}.json"]',
+    'return [op.folder / "tuned" / slug / f"{op.name}.json", user_folder(op) / f"{slug}.json"]',
     "test_tuned_choice.py::test_the_users_entry_goes_before_the_shipped_one",
 )
 TUNED.add(
@@ -41,10 +41,28 @@ TUNED.add(
 )
 TUNED.add(
     "refused-entry-used",
-    "            if why is None:\n                return",
-    "            if True:\n                return",
+    "        if why is None:\n            return",
+    "        if True:\n            return",
     "test_tuned.py::test_an_entry_beyond_the_kernels_limits_is_refused_by_name_and_the_next_is_taken",
-    inside="best",
+    inside="_best_tuned",
+)
+TUNED.add(
+    "device-of-a-shipped-file-not-looked-at",
+    "slug = path.parent.name if path.is_relative_to(op.folder) else path.stem",
+    "slug = path.stem",
+    "test_tuned_choice.py::test_a_shipped_file_is_read_and_its_configs_are_those_of_its_kernels",
+)
+TUNED.add(
+    "older-names-unknown",
+    "found = {names.get(name, name): value for name, value in fields.items()}",
+    "found = dict(fields)",
+    "test_tuned.py::test_fields_and_values_of_an_older_tilery_are_read_under_their_names_of_now",
+)
+TUNED.add(
+    "older-values-unknown",
+    "values[n].get(v, v) if n in values and isinstance(v, str) else v",
+    "v",
+    "test_tuned.py::test_fields_and_values_of_an_older_tilery_are_read_under_their_names_of_now",
 )
 TUNED.add("old-file-remembered", "    _read.cache_clear()\n", "", WRITTEN)
 
@@ -58,12 +76,14 @@ FILES.add(
 )
 FILES.add(
     "corrupt-file-overwritten",
-    "kept = [e for e in read(path, op) if same(e) not in replaced]",
+    "kept = [e for e in read(path, op, path.stem) if same(e) not in replaced]",
     "kept = []\n        with contextlib.suppress(BadTunedFile):\n"
-    "            kept = [e for e in read(path, op) if same(e) not in replaced]",
+    "            kept = [e for e in read(path, op, path.stem) if same(e) not in replaced]",
     "test_tuned.py::test_a_corrupt_file_is_not_written_over",
 )
-FILES.add("rest-dropped", "kept = [e for e in read(path, op) if same(e) not in replaced]", "kept = []", WRITTEN)
+FILES.add(
+    "rest-dropped", "kept = [e for e in read(path, op, path.stem) if same(e) not in replaced]", "kept = []", WRITTEN
+)
 FILES.add(
     "unreadable-entry-written",
     "new = [_entry(json.loads(json.dumps(_plain(e))), path, 0) for e in entries]",

@@ -86,6 +86,19 @@ SEARCH.add(
     "test_tuner.py::test_a_tune_of_one_backend_keeps_what_is_known_of_others",
 )
 
+SEARCH.add(
+    "older-names-forgotten",
+    "fields = tuned.present_fields(self.op.kernel(now.kernel).Config, now.config)",
+    "fields = now.config",
+    "test_tuner.py::test_what_is_tuned_now_is_known_under_the_names_of_now",
+)
+SEARCH.add(
+    "all-built-before-the-first-job",
+    "built=lambda i: task.builds[i].result() if task.builds else Built(),",
+    "built=lambda i: [b.result() for b in task.builds][i] if task.builds else Built(),",
+    "test_tuner.py::test_compiling_and_measuring_overlap",
+)
+
 MEASURE.add(
     "wrong-one-is-good",
     'return Measured(candidate, "wrong", str(error))',
