@@ -90,7 +90,7 @@ class RmsNormFp8(Kernel):
         constants |= {"E5M2": call.format == "e5m2", "VEC": vector, "VECS_PER_THREAD": steps}
         constants |= {"THREADS": config.threads, "CLUSTER": config.cluster}
         s_stride, s_step = call.scales.strides
-        args = {"x": call.x, "weight": call.weight, "y": call.y, "scales": call.scales}
+        args = {"x": call.x, "weight": call.weight, "y": call.values, "scales": call.scales}
         args |= {"x_stride": stride, "scales_row_stride": s_stride, "scales_group_stride": s_step, "n": n}
         args |= {"eps": call.eps, "offset": call.offset, "pow2": call.pow2}
         if self.adds:

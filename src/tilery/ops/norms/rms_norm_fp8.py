@@ -22,8 +22,8 @@ def check(call: Call) -> None:
 
 
 def outputs(call: Call) -> dict[str, TensorSpec]:
-    y, scales = fp8.specs(call.x, call.per, call.layout, call.format)
-    return {"y": y, "scales": scales}
+    values, scales = fp8.specs(call.x, call.per, call.layout, call.format)
+    return {"values": values, "scales": scales}
 
 
 def _cost(call: Call) -> Cost:

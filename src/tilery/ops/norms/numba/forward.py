@@ -158,7 +158,7 @@ class LayerNorm(NumbaRows):
 
 
 @jit
-def _quantise_row(x, weight, y, scales, first, step, rstd, n, offset, group, largest, pow2, format, dtype):
+def _quantise_row(x, weight, values, scales, first, step, rstd, n, offset, group, largest, pow2, format, dtype):
     """x · rstd · (weight + offset) as fp8; the row's scales begin at `first` and are `step` apart."""
     shift = f32(offset)
     for g in range(max((n + group - 1) // group, 1)):
@@ -170,24 +170,24 @@ def _quantise_row(x, weight, y, scales, first, step, rstd, n, offset, group, lar
         store(scales, first + g * step, made, FP32)
         inverse = f32(1) / made
         for j in range(start, stop):
-            value = load(x, j, dtype) * rstd * (load(weight, j, dtype) + shift)
-            store(y, j, value * inverse, format)
+            y = load(x, j, dtype) * rstd * (load(weight, j, dtype) + shift)
+            store(values, j, y * inverse, format)
 
 
 @jit
 def _rms_norm_fp8_rows(first, last, tensors, strides, n, eps, offset, group, largest, pow2, format, dtype):
-    (x, weight, y, scales), (x_stride, s_stride, s_step) = tensors, strides
+    (x, weight, values, scales), (x_stride, s_stride, s_step) = tensors, strides
     for row in range(first, last):
         x_row = at(x, row * x_stride, dtype)
         _quantise_row(
-            x_row, weight, at(y, row * n, format), scales, row * s_stride, s_step,
+            x_row, weight, at(values, row * n, format), scales, row * s_stride, s_step,
             row_rstd(x_row, f32(0), n, eps, dtype), n, offset, group, largest, pow2, format, dtype,
         )  # fmt: skip
 
 
 @kernel
-def _rms_norm_fp8(threads, x, weight, y, scales, strides, m, n, eps, offset, group, largest, pow2, format, dtype):
-    tensors = (x, weight, y, scales)
+def _rms_norm_fp8(threads, x, weight, values, scales, strides, m, n, eps, offset, group, largest, pow2, format, dtype):
+    tensors = (x, weight, values, scales)
     if threads > 1:
         for i in prange(threads):
             part = np.int64(i)
@@ -199,21 +199,21 @@ def _rms_norm_fp8(threads, x, weight, y, scales, strides, m, n, eps, offset, gro
 
 @jit
 def _add_rms_norm_fp8_rows(first, last, tensors, strides, n, eps, offset, group, largest, pow2, format, dtype):
-    (x, residual, weight, y, scales, total), (x_stride, r_stride, s_stride, s_step) = tensors, strides
+    (x, residual, weight, values, scales, total), (x_stride, r_stride, s_stride, s_step) = tensors, strides
     for row in range(first, last):
         sum_row = at(total, row * n, dtype)
         _add_row(at(x, row * x_stride, dtype), at(residual, row * r_stride, dtype), sum_row, n, dtype)
         _quantise_row(
-            sum_row, weight, at(y, row * n, format), scales, row * s_stride, s_step,
+            sum_row, weight, at(values, row * n, format), scales, row * s_stride, s_step,
             row_rstd(sum_row, f32(0), n, eps, dtype), n, offset, group, largest, pow2, format, dtype,
         )  # fmt: skip
 
 
 @kernel
 def _add_rms_norm_fp8(
-    threads, x, residual, weight, y, scales, total, strides, m, n, eps, offset, group, largest, pow2, format, dtype
+    threads, x, residual, weight, values, scales, total, strides, m, n, eps, offset, group, largest, pow2, format, dtype
 ):
-    tensors = (x, residual, weight, y, scales, total)
+    tensors = (x, residual, weight, values, scales, total)
     if threads > 1:
         for i in prange(threads):
             part = np.int64(i)
@@ -226,9 +226,9 @@ def _add_rms_norm_fp8(
 def _fp8_args(call: Call) -> dict[str, Any]:
     """What both kernels take, but for what a residual adds."""
     group = fp8.GROUP if call.per == "group" else max(call.x.shape[-1], 1)  # a row of nothing has a scale too
-    args = {"x": call.x, "weight": call.weight, "y": call.y, "scales": call.scales, "offset": call.offset}
+    args = {"x": call.x, "weight": call.weight, "values": call.values, "scales": call.scales, "offset": call.offset}
     return args | {
-        "group": group, "largest": fp8.LARGEST[call.format], "pow2": call.pow2, "format": STORAGE[call.y.dtype]
+        "group": group, "largest": fp8.LARGEST[call.format], "pow2": call.pow2, "format": STORAGE[call.values.dtype]
     }  # fmt: skip
 
 

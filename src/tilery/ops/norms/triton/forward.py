@@ -163,7 +163,8 @@ class RmsNormFp8(Norm):
 
     def args(self, call: Call) -> dict[str, Any]:
         s_stride, s_step = call.scales.strides
-        tensors = {"x_ptr": call.x, "w_ptr": call.weight, "y_ptr": triton_fp8.as_bytes(call.y), "s_ptr": call.scales}
+        y = triton_fp8.as_bytes(call.values)
+        tensors = {"x_ptr": call.x, "w_ptr": call.weight, "y_ptr": y, "s_ptr": call.scales}
         strides = {"x_stride": rows(call.x).stride, "s_stride": s_stride, "s_step": s_step}
         return tensors | strides | {"offset": call.offset}
 
