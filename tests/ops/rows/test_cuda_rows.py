@@ -1,4 +1,4 @@
-"""CUDA kernels of rows, which blocks, clusters or pipelines take: what they refuse, what they choose, that all build."""
+"""CUDA kernels of rows that blocks, clusters or pipelines take: what they refuse, what they choose, that all build."""
 
 import pytest
 import torch
