@@ -43,10 +43,10 @@ OP.add(
 )
 OP.add(
     "output-strided-as-input",
-    "    return TensorSpec.contiguous(x.shape, x.dtype, x.device)\n",
+    "    return TensorSpec.contiguous(x.shape, dtype or x.dtype, x.device)\n",
     "    return x\n",
     case("rms_norm", "numba", "m=5,n=256,dtype=fp16,layout=padded"),
-    inside="contiguous",
+    inside="like",
 )
 OP.add(
     "calls-not-validated",

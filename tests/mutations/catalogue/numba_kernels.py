@@ -118,14 +118,14 @@ ROWS.add(
 )
 ROWS.add(
     "variance-about-zero",
-    "scale = rstd(x_row, centre, n, eps, dtype)",
-    "scale = rstd(x_row, centre * 0, n, eps, dtype)",
+    "rstd = row_rstd(x_row, centre, n, eps, dtype)",
+    "rstd = row_rstd(x_row, centre * 0, n, eps, dtype)",
     case("layer_norm", "numba", "m=3,n=127,dtype=fp32"),
 )
 ROWS.add(
     "sums-of-half-the-threads",
-    "for i in range(2 * count):",
-    "for i in range(count):",
+    "for i in range(2 * threads):",
+    "for i in range(threads):",
     case("rms_norm_backward", "numba", "m=1100,n=24,dtype=fp32"),
 )
 ROWS.add(
@@ -136,8 +136,8 @@ ROWS.add(
 )
 ROWS.add(
     "backward-without-the-mean",
-    "normal * share - middle), dtype)",
-    "normal * share), dtype)",
+    "normal * projection - middle), dtype)",
+    "normal * projection), dtype)",
     case("layer_norm_backward", "numba", "m=5,n=1000,dtype=fp16"),
 )
 ROWS.add(
@@ -157,7 +157,7 @@ ROWS.add(
     "        for j in range(start, stop):\n            top = max(",
     "        for j in range(stop):\n            top = max(",
     case("rms_norm_fp8", "numba", "m=16,n=512,dtype=bf16,per=group"),
-    inside="quantise_row",
+    inside="_quantise_row",
 )
 ROWS.add(
     "pow2-scale-rounded-down",

@@ -7,20 +7,21 @@ PIECES = "test_softmax.py::test_rows_in_blocks_and_in_pieces[softmax-cut{}-none]
 
 ROWS.add(
     "rms-norm-ignores-eps",
-    "arguments = x, weight, outs[0], stride, count, step, m, n, float(eps), float(offset)",
-    "arguments = x, weight, outs[0], stride, count, step, m, n, 1e-6, float(offset)",
+    '"n": n, "eps": call.eps}',
+    '"n": n, "eps": 1e-6}',
     case("rms_norm", "triton", "m=3,n=96,dtype=fp32,eps=0.5"),
+    inside="Norm",
 )
 ROWS.add(
     "long-row-ignores-eps",
-    "rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / n + eps)\n        if SUMMED:",
-    "rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / n)\n        if SUMMED:",
+    "rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / n + eps)\n    if SUMMED:",
+    "rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / n)\n    if SUMMED:",
     case("rms_norm_fp8", "triton", "m=2,n=33000,dtype=fp32,per=group,eps=2.0"),
 )
 ROWS.add(
     "mask-forgotten-where-centred",
-    "                x = tl.where(mask, x - mean, 0.0)\n            squares",
-    "                x = x - mean\n            squares",
+    "            x = tl.where(mask, x - mean, 0.0)\n        squares",
+    "            x = x - mean\n        squares",
     "test_norms.py::test_rows_that_are_read_again_end_where_no_block_does",
 )
 ROWS.add(
@@ -64,8 +65,8 @@ ROWS.add(
 )
 ROWS.add(
     "weight-gradient-of-x",
-    "dw += tl.where(mask, dy * normal, 0.0)",
-    "dw += tl.where(mask, dy * x, 0.0)",
+    "dw += tl.where(mask, dy_value * normal, 0.0)",
+    "dw += tl.where(mask, dy_value * value, 0.0)",
     case("rms_norm_backward", "triton", "m=5,n=1000,dtype=fp16"),
 )
 ROWS.add(
@@ -76,8 +77,8 @@ ROWS.add(
 )
 ROWS.add(
     "absent-rows-make-nan",
-    "dw += tl.where(mask, dy * normal, 0.0)",
-    "dw += dy * normal",
+    "dw += tl.where(mask, dy_value * normal, 0.0)",
+    "dw += dy_value * normal",
     "test_norm_gradients.py::test_absent_rows_add_nothing_to_a_weights_gradient",
 )
 ROWS.add(

@@ -15,19 +15,13 @@ from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, Gpu, gpu
 from tilery.languages.cuda_glue import Source, vector_width
 from tilery.ops.rows.shape import rows
-
-THREADS = (32, 64, 128, 256, 512, 1024)  # powers of two: some kernels halve their sums
+from tilery.ops.rows.thread_blocks import THREADS, Blocks, threads, threads_refusal
 
 _CLUSTERS = (1, 2, 4, 8)
 _HOPPER = 90  # the first architecture with clusters and with bulk copies that signal an mbarrier
 _LONG = 65536  # rows that are worth a cluster on every SM
 _CHUNK = 32  # bytes of an input in a stage, for each thread
 _SPARE = 1024  # bytes of shared memory that each block has besides its stages
-
-
-@dataclass(frozen=True)
-class Blocks:
-    threads: int  # in a block
 
 
 @dataclass(frozen=True)
@@ -41,20 +35,6 @@ class Config(Clusters):
     stages: int = 0  # of a pipeline through shared memory
 
     old_names: ClassVar[dict[str, str]] = {"held": "in_registers", "slots": "stages"}  # in files of tuned configs
-
-
-# Threads
-
-
-def threads_refusal(config: Blocks | None) -> str | None:
-    if config and config.threads not in THREADS:
-        return f"threads must be one of {', '.join(map(str, THREADS))}, got {config.threads}"
-    return None
-
-
-def threads(n: int, most: int = 512) -> int:
-    """Sixteen elements a thread, up to `most`: on an H200 CuPy took 70 µs for 4096 × 16384 with 512, 88 with 1024."""
-    return next((t for t in THREADS if t * 16 >= n and t <= most), most)
 
 
 def threads_for(n: int, cluster: int) -> int:

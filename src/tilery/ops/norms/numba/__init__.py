@@ -1,0 +1,1 @@
+"""Norms in Numba: the forwards, the backwards."""

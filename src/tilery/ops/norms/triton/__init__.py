@@ -1,0 +1,1 @@
+"""Norms in Triton: how rows are cut, the forwards, the backwards."""

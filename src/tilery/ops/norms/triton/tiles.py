@@ -1,0 +1,130 @@
+"""How Triton kernels of norms cut rows: a program takes a few short rows, or a long one, `block` columns at a time.
+
+A row that a block holds stays in registers and is read once. A longer one is read block by block: for its mean, if it
+is centred; for its squares; and to be written.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+
+from tilery.base.spec import TensorSpec
+from tilery.hardware.gpu import gpu
+from tilery.ops.rows.shape import rows
+
+_WARPS = (1, 2, 4, 8, 16, 32)
+_MANY_WARPS = 16  # of a long row
+_LONGEST_KEPT = 32768  # values in the registers of 16 warps: 64 of 255 a lane, the rest are weights and addresses
+_VALUES_PER_LANE = 128
+_L1_BYTES = 208 * 1024  # of an H200's 256 kB an SM, with room for shared memory
+_L1_BLOCK = 4096  # of a row that is read again from the L1 cache, so that registers are left for more programs
+
+
+@dataclass(frozen=True)
+class Config:
+    """A program takes `rows` rows, `block` columns at a time."""
+
+    rows: int
+    block: int
+    num_warps: int
+
+
+LONG_ROW = Config(1, 8192, 32)  # 512 × 65536 on an H200: 41.6 µs, 46.4 with 16384 and 16 warps
+LONG_SUM = Config(1, 16384, 16)  # add_rms_norm of as many: 74.6 µs, 79.2 with 8192 and 32 warps
+
+
+def refusal(config: Config | None, least_block: int = 1) -> str | None:
+    if config is None:
+        return None
+    if config.block < least_block:
+        return f"block must be {least_block} or more, got {config.block}"
+    for name, size in (("rows", config.rows), ("block", config.block)):
+        if size < 1 or size & (size - 1):
+            return f"{name} must be a power of two, got {size}"
+    if config.num_warps not in _WARPS:
+        return f"num_warps must be one of {', '.join(map(str, _WARPS))}, got {config.num_warps}"
+    lane = _VALUES_PER_LANE // (4 if config.num_warps > _MANY_WARPS else 1)  # of 64 registers
+    values, most = config.rows * config.block, 32 * config.num_warps * lane
+    return f"tile of {values} values does not fit the registers of {config.num_warps} warps" if values > most else None
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What a kernel does with its rows, which decides how they are cut."""
+
+    inputs: int = 1  # tensors with rows that it reads
+    one_sum: bool = False  # it needs one sum of a row before it can write, no more
+    least_block: int = 1
+    longest_kept: int = _LONGEST_KEPT  # row in registers
+    long: Config = LONG_ROW  # for longer rows
+    wide: int = _LONGEST_KEPT + 1  # where rows are many and this long, a lane holds twice as much
+
+    def default(self, x: TensorSpec) -> Config:
+        """Sixteen values a lane; eight where each is an access of its own, with an address and a mask, or rows are few.
+
+        Several short rows are one program's as long as that leaves many programs. Many long rows of which one sum must
+        be known are read in blocks, twice, the second time from L1: 32768 × 8192 took 255 µs so on an H200, 261 in
+        registers.
+        """
+        m, n, _ = rows(x)
+        if self.one_sum and m > _hiding(x) and m * n >= 2**22 and n >= 4096:
+            # Rows of the programs on an SM: four of 16 warps, two of 32.
+            fitting = _l1_rows(x, self.inputs)
+            if fitting >= 4:
+                block = min(triton.next_power_of_2(n) // 2, _L1_BLOCK)
+                return Config(1, block, block // 256)
+            if fitting >= 2 and n > 2 * _L1_BLOCK:
+                return Config(1, 2 * _L1_BLOCK, _WARPS[-1])
+        return self._read_once(x)
+
+    def configs(self, x: TensorSpec) -> list[Config]:
+        """The default first, then what is near it, then shorter blocks."""
+        base, n = self._read_once(x), x.shape[-1]
+        warps = [Config(base.rows, base.block, w) for w in (base.num_warps // 2, base.num_warps * 2)]
+        counts = [Config(c, base.block, _warps(c * base.block, n)) for c in (1, base.rows * 4)]
+        cuts = [Config(1, b, w) for b in (2048, 4096, 8192, 16384) if self.least_block <= b < n for w in (4, 8, 16)]
+        found = dict.fromkeys((self.default(x), base, *warps, *counts, *cuts))
+        return [c for c in found if refusal(c) is None and c.rows * c.block <= self.longest_kept]
+
+    def constants(self, x: TensorSpec, config: Config) -> dict[str, Any]:
+        """Constants of a kernel: READ says where its weights, or the row's second reading, come from.
+
+        "early": weights are read before the sums of the row are known. "late": after. "again": the row is longer than a
+        block, and read again from L1. "long": it is too long for L1.
+        """
+        m, n, _ = rows(x)
+        if n > config.block:
+            read = "again" if _l1_rows(x, self.inputs) >= 2 else "long"
+        else:
+            read = "early" if triton.cdiv(m, config.rows) <= _hiding(x) else "late"
+        return {"ROWS": config.rows, "BLOCK": config.block, "READ": read}
+
+    def _read_once(self, x: TensorSpec) -> Config:
+        """The row in registers, if they hold it."""
+        m, n, _ = rows(x)
+        block, count = max(triton.next_power_of_2(max(n, 1)), self.least_block), 1
+        if block > self.longest_kept:
+            return Config(1, min(self.long.block, self.longest_kept), self.long.num_warps)
+        while 2 * count * block <= 2048 and m >= 512 * count:
+            count *= 2
+        # One waits while others work: of two inputs 512 × 8192 took 9.6 µs on an H200 with eight warps, 10.3 with
+        # sixteen.
+        values_per_warp = 1024 if n >= self.wide and m > _hiding(x) // 2 else 512
+        return Config(count, block, _warps(count * block, n, values_per_warp, few=m <= _hiding(x)))
+
+
+def _hiding(x: TensorSpec) -> int:
+    """Programs past which one waits while others work: weights loaded early would only take registers."""
+    return 4 * gpu(x.device).sms
+
+
+def _l1_rows(x: TensorSpec, inputs: int) -> int:
+    """How many rows L1 holds at a time."""
+    return _L1_BYTES // max(x.shape[-1] * x.dtype.itemsize * inputs, 1)
+
+
+def _warps(values: int, n: int, values_per_warp: int = 512, few: bool = False) -> int:
+    """`few`: 1 × 1024 on an H200 takes 1.25 µs with four warps, 1.31 with two."""
+    each = values_per_warp if n % 16 == 0 else 256
+    return min(max(values // each, min(values // 256, 4) if few else 1, 1), _MANY_WARPS)
