@@ -1,7 +1,11 @@
 """The arguments of one call of an op, by name."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
+
+from torch import Tensor
+
+from tilery.base.spec import TensorSpec
 
 
 class Call:
@@ -21,9 +25,9 @@ class Call:
             return values[name]
         raise AttributeError(f"a call of this op has {', '.join(values)}, not {name!r}")
 
-    def values(self) -> Iterable[Any]:
-        """All that the call has: its arguments in order, then outputs and workspace."""
-        return self._values.values()
+    def tensors(self) -> list[Any]:
+        """The call's tensors: arguments in order, then outputs and workspace."""
+        return [value for value in self._values.values() if isinstance(value, TensorSpec | Tensor)]
 
     def extended(self, more: Mapping[str, Any]) -> Self:
         """The same call with more names."""

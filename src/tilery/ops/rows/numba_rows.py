@@ -23,7 +23,7 @@ class NumbaRows(Kernel):
 
     def rows_of(self, call: Call) -> TensorSpec:
         """The argument whose rows they are: the first, where a kernel says nothing else."""
-        found: TensorSpec = next(v for v in call.values() if isinstance(v, TensorSpec))
+        found: TensorSpec = call.tensors()[0]
         return found
 
     def refusal(self, call: Call, config: Config | None = None) -> str | None:
