@@ -15,8 +15,8 @@ OPS = {
     "cross_entropy": "cross_entropy",
     "cross_entropy_backward": "cross_entropy_backward",
     "dequantize_fp8": "quantize.dequantize_fp8",
-    "dropout": "dropout",
-    "embedding": "embedding",
+    "dropout": "memory.dropout",
+    "embedding": "memory.embedding",
     "fp8_matmul": "fp8_matmul",
     "fp8_matmul_rowwise": "fp8_matmul_rowwise",
     "fused_linear_cross_entropy": "fused_linear_cross_entropy",
@@ -56,5 +56,5 @@ OPS = {
     "softmax_backward": "softmax.softmax",
     "splitk_reduce": "splitk_reduce",
     "topk_softmax": "topk_softmax",
-    "transpose": "transpose",
+    "transpose": "memory.transpose",
 }

@@ -1,3 +1,5 @@
+"""Contract of embedding."""
+
 from typing import Any
 
 import torch
@@ -7,62 +9,70 @@ from torch import Tensor
 from tilery.base.errors import require
 from tilery.base.spec import Bucket, Cost, TensorSpec, case, dtype_name
 from tilery.core import inputs as draw
+from tilery.core.call import Call
 from tilery.core.indices import require_between
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines, load
-from tilery.parts import rows
+from tilery.ops.rows import contract as rows
+from tilery.ops.rows.shape import rows as rows_of
 
-EXACT = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 0.0)
-IDS = {"int32": torch.int32, "int64": torch.int64}
+_EXACT = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 0.0)
+_IDS = {"int32": torch.int32, "int64": torch.int64}
 
 
-def check(ids: TensorSpec, table: TensorSpec) -> None:
-    require(ids.dtype in IDS.values(), f"ids must be int32 or int64, got {dtype_name(ids.dtype)}")
-    dense = TensorSpec.contiguous(ids.shape, ids.dtype, ids.device).strides
+def _check(call: Call) -> None:
+    ids, table = call.ids, call.table
+    require(ids.dtype in _IDS.values(), f"ids must be int32 or int64, got {dtype_name(ids.dtype)}")
+    dense = rows.like(ids).strides
     lies = all(a == b or size <= 1 for a, b, size in zip(ids.strides, dense, ids.shape))
     require(lies, f"ids must be contiguous, got strides {list(ids.strides)}; call .contiguous() on it")
     require(len(table.shape) == 2, f"table must be [V, N], got {list(table.shape)}")
-    rows.check_rows("table", table, EXACT)
+    rows.check_rows("table", table, _EXACT)
 
 
-def outputs(ids: TensorSpec, table: TensorSpec) -> tuple[TensorSpec, ...]:
-    return (TensorSpec.contiguous((*ids.shape, table.shape[1]), table.dtype, table.device),)
+def _outputs(call: Call) -> dict[str, TensorSpec]:
+    shape = (*call.ids.shape, call.table.shape[1])
+    return {"y": TensorSpec.contiguous(shape, call.table.dtype, call.table.device)}
 
 
-def cost(ids: TensorSpec, table: TensorSpec) -> Cost:
-    (out,) = outputs(ids, table)
-    return Cost(0, ids.nbytes + out.nbytes, out.nbytes)
+def _cost(call: Call) -> Cost:
+    y = _outputs(call)["y"]
+    return Cost(0, call.ids.nbytes + y.nbytes, y.nbytes)
 
 
-def bucket(ids: TensorSpec, table: TensorSpec) -> Bucket:
-    (out,) = outputs(ids, table)
-    return Bucket(exact=f"n={table.shape[1]},{dtype_name(table.dtype)}", scaled={"m": rows.rows(out).m})
+def _bucket(call: Call) -> Bucket:
+    m, n, _ = rows_of(_outputs(call)["y"])
+    return Bucket(exact=f"n={n},{dtype_name(call.table.dtype)}", scaled={"m": m})
 
 
-def inputs(
+def _check_indices(call: Call) -> None:
+    require_between("ids", call.ids, 0, call.table.shape[0] - 1)
+
+
+def _inputs(
     m: int, n: int, v: int = 128256, dtype: str = "bf16", ids: str = "int64", layout: str = "contiguous",
     special: str = "none", batch: int = 0, outside: bool = False, device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """m ids of v rows; `layout` and `special` are the table's; `outside` puts the first five ids outside of it."""
     g = draw.generator(seed, device)
-    drawn = torch.randint(max(v, 1), (max(batch, 1) * m,), generator=g, device=g.device, dtype=IDS[ids])
+    drawn = torch.randint(max(v, 1), (max(batch, 1) * m,), generator=g, device=g.device, dtype=_IDS[ids])
     if outside:
         wrong = (-1, v, 2**32, 2**62, -(2**63)) if ids == "int64" else (-1, v, v + 1, 2**31 - 1, -(2**31))
-        drawn[: len(wrong)] = torch.tensor(wrong, dtype=IDS[ids], device=g.device)[: len(drawn)]
+        drawn[: len(wrong)] = torch.tensor(wrong, dtype=_IDS[ids], device=g.device)[: len(drawn)]
     chosen = drawn.view(batch, m) if batch else drawn
     return {"ids": chosen, "table": draw.matrix(v, n, dtype, g, layout, special)}
 
 
-def _liger(ids: Tensor, table: Tensor) -> Tensor:
+def _liger(ids: Tensor, table: Tensor) -> Any:
     return load("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction.apply(table, ids)
 
 
 @op(
-    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=EXACT,
-    kernels=("numba", "triton"),
+    check=_check, outputs=_outputs, cost=_cost, bucket=_bucket, inputs=_inputs, allowed=_EXACT,
+    kernels={"numba": "numba_kernels:embedding", "triton": "triton_kernels:embedding"},
     baselines=baselines(torch=F.embedding, compile=Compiled(F.embedding), liger=_liger),
     model_sizes=lambda model: [{"n": model.hidden_size, "v": model.vocab_size}],
-    indices=lambda ids, table: require_between("ids", ids, 0, table.shape[0] - 1),
+    indices=_check_indices,
     cases={
         "test": [
             case(m=5, n=1000, v=50, dtype="fp32"),

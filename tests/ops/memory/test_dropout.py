@@ -5,7 +5,7 @@ import torch
 
 import tilery
 from tilery.base.errors import BadInput
-from tilery.parts import philox
+from tilery.ops.memory import philox
 
 WORD = 0xFFFFFFFF
 
@@ -22,9 +22,8 @@ def test_words_are_those_of_philox(seed, counter, expected):
 
 
 def test_a_key_is_two_signed_words():
-    assert philox.key(1) == (1, 0)
-    assert philox.key(-1) == (-1, -1)
-    assert philox.key(2**31 + 2**40) == (-(2**31), 256)
+    for seed, low, high in ((1, 1, 0), (-1, -1, -1), (2**31 + 2**40, -(2**31), 256)):
+        assert (philox.low_key(seed), philox.high_key(seed)) == (low, high)
 
 
 def test_the_gradient_has_the_same_mask():

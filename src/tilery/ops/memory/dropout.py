@@ -1,3 +1,5 @@
+"""Contract of dropout, which is its own backward."""
+
 import functools
 import math
 from typing import Any
@@ -6,37 +8,43 @@ import torch
 from torch import Tensor
 
 from tilery.base.errors import BadInput
-from tilery.base.spec import Cost, TensorSpec, case
+from tilery.base.spec import Bucket, Cost, TensorSpec, case
 from tilery.core import inputs as draw
+from tilery.core.call import Call
 from tilery.core.op import op
 from tilery.core.peers import baselines
-from tilery.parts import philox, rows
+from tilery.ops.memory import philox
+from tilery.ops.rows import contract as rows
 
-ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
-
-
-def check(x: TensorSpec) -> None:
-    rows.check_rows("x", x, ALLOWED)
+_ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
-def check_runtime(p: float, seed: int) -> None:
+def _check(call: Call) -> None:
+    rows.check_rows("x", call.x, _ALLOWED)
+
+
+def _check_runtime(p: float, seed: int) -> None:
     if not 0 <= p <= 1:  # written so that NaN is refused
         raise BadInput(f"p must be 0 to 1, got {p}")
 
 
-def outputs(x: TensorSpec) -> tuple[TensorSpec, ...]:
-    return (TensorSpec.contiguous(x.shape, x.dtype, x.device),)
+def _outputs(call: Call) -> dict[str, TensorSpec]:
+    return {"y": rows.like(call.x)}
 
 
-def cost(x: TensorSpec) -> Cost:
-    return rows.cost_rows(x, flops=1)
+def _cost(call: Call) -> Cost:
+    return rows.cost_rows(call.x, flops=1)
 
 
-def inputs(
+def _bucket(call: Call) -> Bucket:
+    return rows.bucket_rows(call.x)
+
+
+def _inputs(
     m: int, n: int, dtype: str = "bf16", p: float = 0.5, layout: str = "contiguous", special: str = "none",
     batch: int = 0, device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """The key has more than 32 bits."""
+    """The op's seed has more than 32 bits."""
     x = rows.draw(m, n, dtype, draw.generator(seed, device), layout, special, batch)
     return {"x": x, "p": p, "seed": seed + 2**40 + 2**31}
 
@@ -57,15 +65,15 @@ def _torch(x: Tensor, p: float, seed: int) -> Tensor:
     return torch.where(_kept(x.shape, p, seed, x.device), x * factor(p), 0.0)
 
 
-def _backward(args: tuple[Any, ...], outs: Any, grads: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    _, p, seed = args
+def _backward(call: Call, grads: Any) -> dict[str, Any]:
     again: Any = dropout  # the same seed gives the same mask
-    return again(grads[0], p, seed), None, None
+    return {"x": again(grads.y, call.p, call.seed)}
 
 
 @op(
-    check=check, outputs=outputs, cost=cost, bucket=rows.bucket_rows, inputs=inputs, allowed=ALLOWED,
-    runtime=("p", "seed"), check_runtime=check_runtime, kernels=("numba", "triton"),
+    check=_check, outputs=_outputs, cost=_cost, bucket=_bucket, inputs=_inputs, allowed=_ALLOWED,
+    runtime=("p", "seed"), check_runtime=_check_runtime,
+    kernels={"numba": "numba_kernels:dropout", "triton": "triton_kernels:dropout"},
     baselines=baselines(torch=_torch),
     model_sizes=lambda model: [{"n": model.hidden_size}],
     cases={

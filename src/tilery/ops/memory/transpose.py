@@ -1,3 +1,5 @@
+"""Contract of transpose."""
+
 from typing import Any
 
 from torch import Tensor
@@ -5,33 +7,34 @@ from torch import Tensor
 from tilery.base.errors import require
 from tilery.base.spec import DTYPES, Bucket, Cost, TensorSpec, case, dtype_name
 from tilery.core import inputs as draw
+from tilery.core.call import Call
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines, load
-from tilery.parts import rows
+from tilery.ops.rows import contract as rows
 
-EXACT = dict.fromkeys(DTYPES.values(), 0.0)
-
-
-def check(x: TensorSpec) -> None:
-    require(len(x.shape) >= 2, f"x must be [..., M, N], got {list(x.shape)}")
-    rows.check_rows("x", x, EXACT)
+_EXACT = dict.fromkeys(DTYPES.values(), 0.0)
 
 
-def outputs(x: TensorSpec) -> tuple[TensorSpec, ...]:
-    *batch, m, n = x.shape
-    return (TensorSpec.contiguous((*batch, n, m), x.dtype, x.device),)
+def _check(call: Call) -> None:
+    require(len(call.x.shape) >= 2, f"x must be [..., M, N], got {list(call.x.shape)}")
+    rows.check_rows("x", call.x, _EXACT)
 
 
-def cost(x: TensorSpec) -> Cost:
-    return Cost(0, x.nbytes, x.nbytes)
+def _outputs(call: Call) -> dict[str, TensorSpec]:
+    *batch, m, n = call.x.shape
+    return {"y": TensorSpec.contiguous((*batch, n, m), call.x.dtype, call.x.device)}
 
 
-def bucket(x: TensorSpec) -> Bucket:
-    m, n = x.shape[-2:]
-    return Bucket(exact=f"n={n},{dtype_name(x.dtype)}", scaled={"m": m})
+def _cost(call: Call) -> Cost:
+    return Cost(0, call.x.nbytes, call.x.nbytes)
 
 
-def inputs(
+def _bucket(call: Call) -> Bucket:
+    m, n = call.x.shape[-2:]
+    return Bucket(exact=f"n={n},{dtype_name(call.x.dtype)}", scaled={"m": m})
+
+
+def _inputs(
     m: int, n: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
     device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
@@ -43,8 +46,8 @@ def _torch(x: Tensor) -> Tensor:
 
 
 @op(
-    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=EXACT,
-    kernels=("numba", "triton"),
+    check=_check, outputs=_outputs, cost=_cost, bucket=_bucket, inputs=_inputs, allowed=_EXACT,
+    kernels={"numba": "numba_kernels:transpose", "triton": "triton_kernels:transpose"},
     baselines=baselines(
         torch=_torch, compile=Compiled(_torch), tilegym=lambda x: load("tilegym.ops").transpose(x),
     ),

@@ -13,7 +13,7 @@ _WORD = 0xFFFFFFFF
 
 
 def words(seed: int, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reference: of the counter (c0, c1, 0, 0), words of 32 bits in int64 as the results are."""
+    """The reference: the four words of the counter (c0, c1, 0, 0). Words of 32 bits are held in int64."""
     c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(ROUNDS):
@@ -36,9 +36,14 @@ def uniform(count: int, seed: int, device: torch.device) -> Tensor:
     return (torch.stack(words(seed, counter & _WORD, counter >> 32), -1).view(-1)[:count] >> 8).double() * 2.0**-24
 
 
-def key(seed: int) -> tuple[int, int]:
-    """The seed's two words as signed integers of 32 bits, which launches pass without a look at their value."""
-    return _signed(seed & _WORD), _signed((seed >> 32) & _WORD)
+def low_key(seed: int) -> int:
+    """The key's low word as a signed integer of 32 bits, as launches pass it."""
+    return _signed(seed & _WORD)
+
+
+def high_key(seed: int) -> int:
+    """The key's high word as a signed integer of 32 bits."""
+    return _signed((seed >> 32) & _WORD)
 
 
 def _signed(word: int) -> int:
