@@ -4,17 +4,17 @@ import pytest
 
 from tilery import languages
 from tilery.base.spec import case
-from tilery.core.cases import specs_for
+from tilery.core.cases import call_for
 from tilery.core.op import REGISTRY
 from tilery.measure.check import check, poisoned
 
 if why := languages.missing("numba"):
     pytest.skip(why, allow_module_level=True)
 
+from tilery.languages import numba_stream
 from tilery.languages.numba_elements import STORAGE
-from tilery.parts import numba_stream
-from tilery.parts.numba_rows import Config
-from tilery.parts.numba_stream import BLOCK, LINE
+from tilery.languages.numba_stream import BLOCK, LINE
+from tilery.ops.rows.numba_rows import Config
 
 ROWS = ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward", "cast", "transpose")
 SPECIAL = ("softmax", "log_softmax", "cast", "transpose")  # whose inputs may be asked to hold NaN and infinities
@@ -22,7 +22,7 @@ SPECIAL = ("softmax", "log_softmax", "cast", "transpose")  # whose inputs may be
 
 def streamed(op, problem):
     """Whether the kernel would move the result of this case past the caches."""
-    (out,) = op.outputs(*specs_for(op, problem, "cpu"))
+    (out,) = op.output_specs(call_for(op, problem, "cpu"))
     rows = out.nbytes // out.dtype.itemsize // out.shape[-1]
     address = poisoned(out).data_ptr()
     return numba_stream.too_large(address, rows, out.shape[-1], numba_stream.LEAST, STORAGE[out.dtype])

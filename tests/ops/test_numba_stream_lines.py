@@ -9,7 +9,7 @@ if why := languages.missing("numba"):
     pytest.skip(why, allow_module_level=True)
 
 from tilery.languages.numba_elements import STORAGE
-from tilery.parts.numba_stream import LINE, too_large
+from tilery.languages.numba_stream import LINE, too_large
 
 FP32 = STORAGE[torch.float32]
 

@@ -300,5 +300,5 @@ OTHERS.add(
     "scale-of-zeros-is-zero",
     "made = unrank(max(amax, rank(_TINY))) / f32(largest)",
     "made = unrank(amax) / f32(largest)",
-    "test_quantize_zeros.py::test_zeros_are_quantised_to_zeros",
+    "test_quantize_zeros.py::test_zeros_are_quantized_to_zeros",
 )

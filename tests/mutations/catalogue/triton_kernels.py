@@ -89,8 +89,8 @@ ROWS.add(
 )
 ROWS.add(
     "scale-not-inverted",
-    "quantise(y * (1 / made)[:, None], FORMAT, NATIVE)",
-    "quantise(y * made[:, None], FORMAT, NATIVE)",
+    "quantize(y * (1 / made)[:, None], FORMAT, NATIVE)",
+    "quantize(y * made[:, None], FORMAT, NATIVE)",
     case("quantize_fp8", "triton", "m=3,n=1024,dtype=fp32"),
 )
 ROWS.add(

@@ -8,9 +8,9 @@ from tilery.base.spec import DTYPES, Bucket, TensorSpec, case
 from tilery.core import inputs as draw
 from tilery.core.op import op
 from tilery.core.peers import baselines, load
-from tilery.ops.dequantize_fp8 import spread
 from tilery.parts import fp8
 from tilery.parts import fp8_products as products
+from tilery.parts.fp8 import spread
 
 MIXED = {"tilelang": "of one format", "cutile": "of one format"}
 

@@ -1,0 +1,1 @@
+"""Ops that move memory and compute little: dropout, embedding, transpose."""
