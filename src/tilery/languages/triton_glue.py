@@ -221,8 +221,11 @@ def _called(hook: Any) -> bool:
 
 
 def _one_code(launch: Launch) -> bool:
-    """Whether all calls of a plan run the same code: an integer's type and divisibility may change it."""
-    typed = {p.name for p in launch.kernel.params if p.annotation_type}
+    """Whether all calls of a plan run the same code: an integer's type and divisibility may change it.
+
+    A parameter with a type is still specialized on divisibility by 16 and on 1, unless do_not_specialize names it.
+    """
+    typed = {p.name for p in launch.kernel.params if p.annotation_type and p.do_not_specialize}
     return all(name in typed for name, x in launch.args.items() if isinstance(x, Scalar) and x.kind is int)
 
 
