@@ -1,3 +1,5 @@
+"""Contract of topk_softmax."""
+
 from typing import Any
 
 import torch
@@ -6,38 +8,42 @@ from torch import Tensor
 from tilery.base.errors import require
 from tilery.base.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
 from tilery.core import inputs as draw
+from tilery.core.call import Call
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
-from tilery.parts import rows
+from tilery.ops.rows import contract as rows
+from tilery.ops.rows.shape import rows as rows_of
+from tilery.ops.sampling.argmax import DTYPES
 
-ALLOWED = {torch.float32: 1e-6, torch.int32: 0.0}
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MOST = 1024  # experts
+_MOST_EXPERTS = 1024
 
 
-def check(logits: TensorSpec, k: int, renormalize: bool) -> None:
-    rows.check_rows("logits", logits, DTYPES)
-    n = logits.shape[-1]
-    require(1 <= n <= MOST, f"logits must be [..., N] with N from 1 to {MOST}, got {list(logits.shape)}")
+def _check(call: Call) -> None:
+    rows.check_rows("logits", call.logits, DTYPES)
+    n, k, shape = call.logits.shape[-1], call.k, list(call.logits.shape)
+    require(1 <= n <= _MOST_EXPERTS, f"logits must be [..., N] with N from 1 to {_MOST_EXPERTS}, got {shape}")
     require(1 <= k <= n, f"k must be 1 to {n}, the number of experts, got {k}")
 
 
-def outputs(logits: TensorSpec, k: int, renormalize: bool) -> tuple[TensorSpec, ...]:
-    shape = (*logits.shape[:-1], k)
-    return tuple(TensorSpec.contiguous(shape, dtype, logits.device) for dtype in (torch.float32, torch.int32))
+def _outputs(call: Call) -> dict[str, TensorSpec]:
+    shape, device = (*call.logits.shape[:-1], call.k), call.logits.device
+    return {
+        "weights": TensorSpec.contiguous(shape, torch.float32, device),
+        "indices": TensorSpec.contiguous(shape, torch.int32, device),
+    }
 
 
-def cost(logits: TensorSpec, k: int, renormalize: bool) -> Cost:
-    m, n, _ = rows.rows(logits)
-    return Cost(5 * m * n, logits.nbytes, 8 * m * k)
+def _cost(call: Call) -> Cost:
+    m, n, _ = rows_of(call.logits)
+    return Cost(5 * m * n, call.logits.nbytes, 8 * m * call.k)
 
 
-def bucket(logits: TensorSpec, k: int, renormalize: bool) -> Bucket:
-    m, n, _ = rows.rows(logits)
-    return Bucket(exact=f"n={n},k={k},{dtype_name(logits.dtype)}", scaled={"m": m})
+def _bucket(call: Call) -> Bucket:
+    m, n, _ = rows_of(call.logits)
+    return Bucket(exact=f"n={n},k={call.k},{dtype_name(call.logits.dtype)}", scaled={"m": m})
 
 
-def inputs(
+def _inputs(
     m: int, n: int, k: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
     renormalize: bool = True, ties: bool = False, device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
@@ -76,13 +82,14 @@ def _cases() -> list[Case]:
 
 
 def _model_sizes(model: Any) -> list[dict[str, int]]:
-    """Of the router; a dense model has none."""
+    """Sizes of the router; a dense model has none."""
     return [{"n": model.n_routed_experts, "k": model.num_experts_per_tok}] if model.n_routed_experts else []
 
 
 @op(
-    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
-    kernels=("numba", "triton"),
+    check=_check, outputs=_outputs, cost=_cost, bucket=_bucket, inputs=_inputs,
+    allowed={torch.float32: 1e-6, torch.int32: 0.0},
+    kernels={"numba": "numba_kernels:topk_softmax", "triton": "triton_kernels:topk_softmax"},
     baselines=baselines(torch=_torch, compile=Compiled(_torch)), model_sizes=_model_sizes,
     cases={
         "test": _cases(),

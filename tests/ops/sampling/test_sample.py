@@ -68,6 +68,15 @@ def test_kernels_draw_the_same():
         assert torch.equal(drawn(20, "numba", **numbers), drawn(20, "triton", **numbers))
 
 
+@pytest.mark.parametrize("seed", [-(2**63), -(2**32), -1, 0, 1, 16, 2**31, 2**32 + 1, 2**63 - 1])
+def test_every_integer_is_a_seed(seed):
+    """With the same numbers in every kernel and in the reference; top_k may be as large."""
+    right = SAMPLE.reference(LOGITS.double().repeat(20, 1), seed)
+    for kernel in ("numba", "triton"):
+        for top_k in (0, 2**31, 2**63 - 1):
+            assert torch.equal(drawn(20, kernel, seed=seed, top_k=top_k), right), (kernel, top_k)
+
+
 def test_a_seed_gives_the_same_again_and_another_does_not():
     assert torch.equal(drawn(100), drawn(100))
     assert not torch.equal(drawn(100), drawn(100, seed=12))

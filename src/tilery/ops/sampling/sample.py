@@ -1,3 +1,5 @@
+"""Contract of sample."""
+
 import math
 from typing import Any
 
@@ -5,20 +7,21 @@ import torch
 from torch import Tensor
 
 from tilery.base.errors import BadInput
-from tilery.base.spec import Case, Cost, TensorSpec, case
+from tilery.base.spec import Case, Cost, case
 from tilery.core import inputs as draw
+from tilery.core.call import Call
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
-from tilery.ops.argmax import ALLOWED, bucket, check, outputs
-from tilery.parts import rows
+from tilery.ops.rows import contract as rows
+from tilery.ops.rows.shape import rows as rows_of
+from tilery.ops.sampling.argmax import ALLOWED, bucket, check, outputs
+from tilery.parts import philox
 
-_CLOSEST = 1 - 2.0**-24  # to 1, in fp32
-
-
+BELOW_ONE = 1 - 2.0**-24  # the largest fp32 value below 1
 _COLDEST, _HOTTEST = 1e-30, 1e30  # logits that are divided by them stay in the range of fp32
 
 
-def check_runtime(seed: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def _check_runtime(seed: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     """At every call, so without a message until it is needed; written so that NaN is refused."""
     if not (_COLDEST <= temperature <= _HOTTEST or -math.inf < temperature <= 0):
         known = f"0 or less, which takes the largest logit, or from {_COLDEST} to {_HOTTEST}"
@@ -31,12 +34,12 @@ def check_runtime(seed: int, temperature: float, top_k: int, top_p: float, min_p
         raise BadInput(f"min_p must be from 0, which keeps all, to 1, got {min_p}")
 
 
-def cost(logits: TensorSpec) -> Cost:
-    m, n, _ = rows.rows(logits)
-    return Cost(20 * m * n, logits.nbytes, 8 * m)
+def _cost(call: Call) -> Cost:
+    m, n, _ = rows_of(call.logits)
+    return Cost(20 * m * n, call.logits.nbytes, 8 * m)
 
 
-def inputs(
+def _inputs(
     m: int, n: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
     temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
     device: str = "cuda", seed: int = 0,
@@ -52,23 +55,11 @@ def quarter(n: int) -> int:
     return -(-n // 64) * 16
 
 
-def philox(seed: int, column: Tensor, row: Tensor) -> list[Tensor]:
-    """Philox 4x32-10 of the counter (column, row, 0, 0) under a key of 64 bits: four words of 32 bits, in int64."""
-    low = 0xFFFFFFFF
-    key, other_key = seed & low, seed >> 32 & low
-    words = [column, row, torch.zeros_like(column), torch.zeros_like(column)]
-    for _ in range(10):
-        a, b = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57  # they wrap around, and the bits are right
-        words = [(b >> 32 & low) ^ words[1] ^ key, b & low, (a >> 32 & low) ^ words[3] ^ other_key, a & low]
-        key, other_key = key + 0x9E3779B9 & low, other_key + 0xBB67AE85 & low
-    return words
-
-
-def exponentials(m: int, n: int, seed: int, device: Any) -> Tensor:
+def _exponentials(m: int, n: int, seed: int, device: Any) -> Tensor:
     """-log(1 - u), u uniform, for m rows and n columns."""
     column, row = torch.arange(quarter(n), device=device), torch.arange(m, device=device)
-    words = torch.cat(philox(seed, column.expand(m, -1), row[:, None].expand(-1, len(column))), 1)[:, :n]
-    return -torch.log1p(-((words.double() + 0.5) * 2.0**-32).clamp(max=_CLOSEST))
+    words = torch.cat(philox.words(seed, column.expand(m, -1), row[:, None].expand(-1, len(column))), 1)[:, :n]
+    return -torch.log1p(-((words.double() + 0.5) * 2.0**-32).clamp(max=BELOW_ONE))
 
 
 def _torch(logits: Tensor, seed: int, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -122,9 +113,9 @@ def _cases() -> list[Case]:
 
 
 @op(
-    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
-    runtime=("seed", "temperature", "top_k", "top_p", "min_p"), check_runtime=check_runtime,
-    kernels=("numba", "triton"),
+    check=check, outputs=outputs, cost=_cost, bucket=bucket, inputs=_inputs, allowed=ALLOWED,
+    runtime=("seed", "temperature", "top_k", "top_p", "min_p"), check_runtime=_check_runtime,
+    kernels={"numba": "numba_kernels:sample", "triton": "triton_kernels:sample"},
     baselines=baselines(torch=_torch, compile=_torch_compile),
     model_sizes=lambda model: [{"n": model.vocab_size}],
     cases={
@@ -164,5 +155,5 @@ def sample(
         last = (share < top_p * share[:, -1:]).sum(-1, keepdim=True).clamp(max=n - 1)
         kept = kept & (x >= ordered.gather(-1, last))
     least = top + temperature * math.log(min_p) if min_p > 0 else -math.inf
-    score = x / temperature - exponentials(len(x), n, seed, x.device).log()
+    score = x / temperature - _exponentials(len(x), n, seed, x.device).log()
     return score.where(kept & (x >= least), -math.inf).argmax(-1).reshape(logits.shape[:-1])

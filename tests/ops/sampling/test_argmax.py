@@ -1,4 +1,4 @@
-"""Of equal values the first is the largest, also where a row is read in several blocks."""
+"""argmax beyond its cases: of equal values the first is the largest, also where a row is read in several blocks."""
 
 import pytest
 import torch

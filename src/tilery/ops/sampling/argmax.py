@@ -1,33 +1,38 @@
+"""Contract of argmax."""
+
 import torch
 from torch import Tensor
 
 from tilery.base.errors import require
 from tilery.base.spec import Bucket, Cost, TensorSpec, case
 from tilery.core import inputs as draw
+from tilery.core.call import Call
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
-from tilery.parts import rows
+from tilery.ops.rows import contract as rows
+from tilery.ops.rows.shape import rows as rows_of
 
 ALLOWED = {torch.int64: 0.0}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def check(logits: TensorSpec) -> None:
-    rows.check_rows("logits", logits, DTYPES)
-    require(logits.shape[-1] >= 1, f"logits must be [..., N] with N at least 1, got {list(logits.shape)}")
+def check(call: Call) -> None:
+    rows.check_rows("logits", call.logits, DTYPES)
+    shape = list(call.logits.shape)
+    require(shape[-1] >= 1, f"logits must be [..., N] with N at least 1, got {shape}")
 
 
-def outputs(logits: TensorSpec) -> tuple[TensorSpec, ...]:
-    return (TensorSpec.contiguous(logits.shape[:-1], torch.int64, logits.device),)
+def outputs(call: Call) -> dict[str, TensorSpec]:
+    return {"index": TensorSpec.contiguous(call.logits.shape[:-1], torch.int64, call.logits.device)}
 
 
-def cost(logits: TensorSpec) -> Cost:
-    m, n, _ = rows.rows(logits)
-    return Cost(m * n, logits.nbytes, 8 * m)
+def cost(call: Call) -> Cost:
+    m, n, _ = rows_of(call.logits)
+    return Cost(m * n, call.logits.nbytes, 8 * m)
 
 
-def bucket(logits: TensorSpec) -> Bucket:
-    return rows.bucket_rows(logits)
+def bucket(call: Call) -> Bucket:
+    return rows.bucket_rows(call.logits)
 
 
 def inputs(
@@ -44,7 +49,7 @@ def _torch(logits: Tensor) -> Tensor:
 
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
-    kernels=("numba", "triton"),
+    kernels={"numba": "numba_kernels:argmax", "triton": "triton_kernels:argmax"},
     baselines=baselines(torch=_torch, compile=Compiled(_torch)),
     model_sizes=lambda model: [{"n": model.vocab_size}],
     cases={
