@@ -163,7 +163,7 @@ OTHERS.add(
     case("rope", "triton", "m=6,heads=2,kv_heads=1,n=32,dtype=fp32,places=outside"),
 )
 OTHERS.add(
-    "backward-turns-forward",
+    "backward-rotates-forward",
     "    if INVERSE:\n        sin = -sin\n",
     "    if False:\n        sin = -sin\n",
     case("rope_backward", "triton", "m=3,heads=9,kv_heads=1,n=64,dtype=fp32,batch=2,places=int64"),

@@ -5,13 +5,14 @@ import torch
 
 import tilery
 from tilery.base.errors import BadInput
-from tilery.parts import heads
+from tilery.ops.rope import contract
+from tilery.ops.rope.heads import LAYOUTS
 
 BACKENDS = ["numba", "triton"]
 
 
 def drawn(**more):
-    given = heads.draw(**{"m": 5, "dtype": "fp32", "n": 16, "device": torch.get_default_device(), "seed": 3} | more)
+    given = contract.draw(**{"m": 5, "dtype": "fp32", "n": 16, "device": torch.get_default_device(), "seed": 3} | more)
     del given["v"]
     return given
 
@@ -50,14 +51,14 @@ def test_none_counts_positions_from_zero():
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_backward_undoes_forward(interleaved):
     given = drawn(places="int32", rotary=8, interleaved=interleaved)
-    turned = tilery.rope(**given)
-    given["dq"], given["dk"] = turned
+    rotated = tilery.rope(**given)
+    given["dq"], given["dk"] = rotated
     back = tilery.rope_backward(**{name: v for name, v in given.items() if name not in ("q", "k")})
     assert torch.allclose(back[0], given["q"], atol=1e-6) and torch.allclose(back[1], given["k"], atol=1e-6)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("order", heads.LAYOUTS)
+@pytest.mark.parametrize("order", LAYOUTS)
 def test_angles_have_gradients_too(order, interleaved):
     """Positions repeat, so rows of the table gather from several tokens."""
     given = drawn(batch=2, order=order, places="int64", rotary=8, interleaved=interleaved)

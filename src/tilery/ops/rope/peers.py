@@ -1,4 +1,4 @@
-"""RoPE as others do it, for all ops that turn heads: torch out of place, the others in place and halves alone."""
+"""RoPE as others do it, for all rotary ops: torch out of place, the others in place and without interleaved pairs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from tilery.core.peers import load
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, layout: str, interleaved: bool) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, layout: str, interleaved: bool) -> Tensor:
     """As Hugging Face's models do, x · cos + rotate_half(x) · sin; the table is doubled on the way."""
     cos, sin = (_doubled(t, x, positions, layout, interleaved) for t in (cos, sin))
     size = cos.shape[-1]
@@ -32,22 +32,22 @@ def _rows(table: Tensor, x: Tensor, positions: Tensor | None, layout: str) -> Te
 
 
 def rope(q: Tensor, k: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-    return turned(q, *how), turned(k, *how)
+    return rotated(q, *how), rotated(k, *how)
 
 
 def rope_(q: Tensor, k: Tensor, *how: Any) -> None:
     for x in (q, k):
-        x.copy_(turned(x, *how))
+        x.copy_(rotated(x, *how))
 
 
 def _in_place(peer: Callable[..., Any]) -> Callable[..., None]:
-    """Of a peer that turns [B, H, S, D] in place by rows of cos and sin [B or 1, S, R / 2]."""
+    """A peer that rotates [B, H, S, D] in place by rows of cos and sin [B or 1, S, R / 2], called as the op is."""
 
     def call(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, layout: str, interleaved: bool
     ) -> None:
         if interleaved:
-            raise NotImplementedError("it turns halves alone, not interleaved pairs")
+            raise NotImplementedError("it rotates halves alone, not interleaved pairs")
         views = [x if layout == "bhsd" else (x.unsqueeze(0) if layout == "thd" else x).transpose(1, 2) for x in (q, k)]
         rows = [_rows(t, q, positions, layout) for t in (cos, sin)]
         peer(*views, *(r if r.dim() == 3 else r.unsqueeze(0) for r in rows), 2 * cos.shape[1])
@@ -74,5 +74,5 @@ def liger_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary: int) -> None:
 @_in_place
 def tilegym_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary: int) -> None:
     if rotary != q.shape[-1]:
-        raise NotImplementedError("it wants both halves of the table to turn a part of a head")
-    load("tilegym.ops").apply_rope_base(q, k, cos, sin)  # of a whole head it reads the first half of the table alone
+        raise NotImplementedError("it wants both halves of the table to rotate a part of a head")
+    load("tilegym.ops").apply_rope_base(q, k, cos, sin)  # for a whole head it reads the first half of the table alone

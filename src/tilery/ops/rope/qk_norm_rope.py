@@ -1,3 +1,5 @@
+"""Contract of qk_norm_rope_."""
+
 from typing import Any
 
 import torch
@@ -5,49 +7,39 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilery.base.errors import require
-from tilery.base.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
+from tilery.base.spec import Case, Cost, case, dtype_name
 from tilery.core import inputs as random
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
-from tilery.parts import heads, norms, rope_peers
+from tilery.ops.rope import contract, peers
+from tilery.ops.rope.contract import RopeCall
+from tilery.ops.rope.heads import model_sizes
+from tilery.parts.norms import check_eps
 
 
-def check(
-    q: TensorSpec, k: TensorSpec, q_weight: TensorSpec, k_weight: TensorSpec, cos: TensorSpec, sin: TensorSpec,
-    positions: TensorSpec | None, layout: str, interleaved: bool,
-) -> None:  # fmt: skip
-    heads.check(q, k, cos, sin, positions, layout)
-    size = q.shape[-1]
-    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+def _check(call: RopeCall) -> None:
+    contract.check(call)
+    size, dtype = call.q.shape[-1], call.q.dtype
+    for name, weight in (("q_weight", call.q_weight), ("k_weight", call.k_weight)):
         require(weight.shape == (size,), f"{name} must be [{size}] as heads are, got {list(weight.shape)}")
         require(weight.stride(0) == 1, f"{name} must be contiguous, got stride {weight.stride(0)}")
-        require(
-            weight.dtype == q.dtype, f"{name} must be {dtype_name(q.dtype)} as q is, got {dtype_name(weight.dtype)}"
-        )
+        require(weight.dtype == dtype, f"{name} must be {dtype_name(dtype)} as q is, got {dtype_name(weight.dtype)}")
 
 
-def cost(q: TensorSpec, k: TensorSpec, q_weight: TensorSpec, k_weight: TensorSpec, cos: TensorSpec, *rest: Any) -> Cost:
-    _, positions, layout, _ = rest
-    turn = heads.cost(q, k, cos, positions, layout, in_place=False)  # the norm touches every value
-    values = (q.nbytes + k.nbytes) // q.dtype.itemsize
-    return Cost(turn.flops + 4 * values, turn.reads + q_weight.nbytes + k_weight.nbytes, turn.writes)
+def _cost(call: RopeCall) -> Cost:
+    rotation = contract.cost(call)  # not that in place: the norm touches every value
+    values = (call.q.nbytes + call.k.nbytes) // call.q.dtype.itemsize
+    reads = rotation.reads + call.q_weight.nbytes + call.k_weight.nbytes
+    return Cost(rotation.flops + 4 * values, reads, rotation.writes)
 
 
-def bucket(q: TensorSpec, k: TensorSpec, q_weight: Any, k_weight: Any, cos: TensorSpec, *rest: Any) -> Bucket:
-    _, _, layout, interleaved = rest
-    return heads.bucket(q, k, cos, layout, interleaved)
-
-
-_draw = heads.draw  # a case's `heads` hides the module
-
-
-def inputs(
+def _inputs(
     m: int, heads: int = 3, kv_heads: int = 2, n: int = 16, dtype: str = "bf16", batch: int = 1, rotary: int = 0,
     order: str = "bshd", places: str = "none", angles: str = "fp32", interleaved: bool = False,
     layout: str = "contiguous", special: str = "none", eps: float = 1e-6, offset: float = 0.0,
     device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    drawn = _draw(
+    drawn = contract.draw(
         m, heads, kv_heads, n, dtype, batch, rotary, order, places, angles, interleaved, layout, special, device, seed
     )
     del drawn["v"]
@@ -60,7 +52,7 @@ def inputs(
 def _cases() -> list[Case]:
     more: dict[str, Any] = {"m": 3, "heads": 3, "kv_heads": 2, "n": 64}
     return [
-        *heads.cases(),
+        *contract.cases(),
         case(**more, dtype="fp32", eps=0.5, offset=1.0),
         case(**more, dtype="fp16", eps=0.0, rotary=32, interleaved=True),
         case(**more, dtype="bf16", eps=2.0, offset=-0.5, rotary=32),
@@ -73,16 +65,17 @@ def _torch(
 ) -> None:  # fmt: skip
     for x, weight in ((q, q_weight), (k, k_weight)):
         normed = F.rms_norm(x, weight.shape, weight + offset if offset else weight, eps)
-        x.copy_(rope_peers.turned(normed, cos, sin, positions, layout, interleaved))
+        x.copy_(peers.rotated(normed, cos, sin, positions, layout, interleaved))
 
 
 @op(
-    check=check, outputs=lambda *specs: (), cost=cost, bucket=bucket, inputs=inputs, allowed=heads.ALLOWED,
-    mutates=("q", "k"), runtime=("eps", "offset"), check_runtime=norms.check_eps,
-    kernels=("numba", "triton"), model_sizes=heads.model_sizes,
-    baselines=baselines(torch=_torch, compile=Compiled(_torch)),
-    indices=lambda q, k, q_weight, k_weight, cos, sin, positions, *how: heads.look_at_positions(cos, positions),
-    cases={"test": _cases(), **heads.bench_cases()},
+    check=_check, outputs=lambda call: {}, cost=_cost, bucket=contract.bucket, inputs=_inputs,
+    allowed=contract.ALLOWED, call_type=RopeCall,
+    mutates=("q", "k"), runtime=("eps", "offset"), check_runtime=check_eps,
+    kernels={"numba": "numba_kernels:qk_norm_rope_", "triton": "triton_kernels:qk_norm_rope_"},
+    model_sizes=model_sizes, baselines=baselines(torch=_torch, compile=Compiled(_torch)),
+    indices=contract.check_positions,
+    cases={"test": _cases(), **contract.bench_cases()},
 )  # fmt: skip
 def qk_norm_rope_(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None,
@@ -90,8 +83,8 @@ def qk_norm_rope_(
 ) -> None:  # fmt: skip
     """In place: each head of q and k becomes x / sqrt(mean(x²) + eps) · (weight + offset), then rope(·); weights [D].
 
-    The other arguments are rope's. Nothing is rounded between the norm and the turn.
+    The other arguments are rope's. Nothing is rounded between the norm and the rotation.
     """
     for x, weight in ((q, q_weight), (k, k_weight)):
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight + offset)
-        x.copy_(heads.turned(normed, cos, sin, positions, layout, interleaved))
+        x.copy_(contract.rotated(normed, cos, sin, positions, layout, interleaved))

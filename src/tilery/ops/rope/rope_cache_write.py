@@ -1,49 +1,53 @@
+"""Contract of rope_cache_write_."""
+
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilery.base.spec import Bucket, Cost, TensorSpec, case, dtype_name
+from tilery.base.spec import Bucket, Cost, case, dtype_name
 from tilery.core import inputs as random
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
-from tilery.parts import heads, kv_cache, rope_peers
-from tilery.parts.rows import check_like
+from tilery.ops.rope import contract, kv_cache, peers
+from tilery.ops.rope.contract import RopeCall
+from tilery.ops.rope.heads import check_heads, model_sizes
+from tilery.ops.rows.contract import check_like
 
 # Checked against values that are not rounded to fp8: that alone costs 2.6e-2 in e4m3 and 5.2e-2 in e5m2.
-ALLOWED = {**heads.ALLOWED, torch.float8_e4m3fn: 4e-2, torch.float8_e5m2: 8e-2}
+ALLOWED = {**contract.ALLOWED, torch.float8_e4m3fn: 4e-2, torch.float8_e5m2: 8e-2}
 
 
-def check(
-    q: TensorSpec, k: TensorSpec, v: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, cos: TensorSpec,
-    sin: TensorSpec, positions: TensorSpec, slots: TensorSpec, k_scale: TensorSpec | None, v_scale: TensorSpec | None,
-    interleaved: bool,
-) -> None:  # fmt: skip
-    heads.check(q, k, cos, sin, positions, "thd")
-    heads.check_heads("v", v, "thd")
-    check_like("v", v, "k", k)
-    heads.check_integers("slots", slots, (q.shape[0],))
-    kv_cache.check(k_cache, v_cache, k_scale, v_scale, k.shape[1], k.shape[2], q.dtype)
+class CacheWriteCall(RopeCall):
+    """Tokens are packed."""
+
+    layout = "thd"
 
 
-def cost(q: TensorSpec, k: TensorSpec, v: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, *rest: Any) -> Cost:
-    cos, _, positions, slots, *_ = rest
-    half, values = cos.shape[1], k.nbytes // k.dtype.itemsize
-    turned = q.nbytes * 2 * half // max(q.shape[2], 1)
-    table = 2 * min(cos.shape[0], q.shape[0]) * half * cos.dtype.itemsize
-    reads = turned + k.nbytes + v.nbytes + table + positions.nbytes + slots.nbytes
-    return Cost(6 * q.shape[0] * (q.shape[1] + k.shape[1]) * half, reads, turned + 2 * values * k_cache.dtype.itemsize)
+def _check(call: CacheWriteCall) -> None:
+    contract.check(call)
+    check_heads("v", call.v, call.layout)
+    check_like("v", call.v, "k", call.k)
+    contract.check_integers("slots", call.slots, (call.tokens,))
+    _, kv_heads, size = call.k.shape
+    kv_cache.check(call.k_cache, call.v_cache, call.k_scale, call.v_scale, kv_heads, size, call.q.dtype)
 
 
-def bucket(q: TensorSpec, k: TensorSpec, v: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, *rest: Any) -> Bucket:
-    exact, scaled = heads.bucket(q, k, rest[0], "thd", rest[-1])
-    return Bucket(f"{exact},block={k_cache.shape[1]},cache={dtype_name(k_cache.dtype)}", scaled)
+def _cost(call: CacheWriteCall) -> Cost:
+    q, k, cos, half = call.q, call.k, call.cos, call.half
+    rotated = q.nbytes * 2 * half // max(q.shape[2], 1)
+    table = 2 * min(cos.shape[0], call.tokens) * half * cos.dtype.itemsize
+    reads = rotated + k.nbytes + call.v.nbytes + table + call.positions.nbytes + call.slots.nbytes
+    writes = rotated + 2 * (k.nbytes // k.dtype.itemsize) * call.k_cache.dtype.itemsize
+    return Cost(6 * call.tokens * (q.shape[1] + k.shape[1]) * half, reads, writes)
 
 
-_draw = heads.draw  # a case's `heads` hides the module
+def _bucket(call: CacheWriteCall) -> Bucket:
+    exact, scaled = contract.bucket(call)
+    return Bucket(f"{exact},block={call.k_cache.shape[1]},cache={dtype_name(call.k_cache.dtype)}", scaled)
 
 
-def inputs(
+def _inputs(
     m: int, heads: int = 3, kv_heads: int = 2, n: int = 16, dtype: str = "bf16", rotary: int = 0,
     places: str = "int32", angles: str = "fp32", interleaved: bool = False, block_size: int = 16, format: str = "none",
     per: str = "tensor", skip: bool = True, outside: bool = False, layout: str = "contiguous", special: str = "none",
@@ -53,7 +57,7 @@ def inputs(
 
     `outside`: some slots are none of the cache.
     """
-    drawn = _draw(
+    drawn = contract.draw(
         m, heads, kv_heads, n, dtype, rotary=rotary, order="thd", places=places, angles=angles,
         interleaved=interleaved, layout=layout, special=special, device=device, seed=seed,
     )  # fmt: skip
@@ -76,25 +80,25 @@ def _torch(
 ) -> None:  # fmt: skip
     """Knows no skipped tokens: to leave them out, torch would have to wait for the slots."""
     how = cos, sin, positions, "thd", interleaved
-    q.copy_(rope_peers.turned(q, *how))
+    q.copy_(peers.rotated(q, *how))
     where = slots // k_cache.shape[1], slots % k_cache.shape[1]
-    k_cache[where] = kv_cache.stored(rope_peers.turned(k, *how), k_scale, k_cache.dtype)
+    k_cache[where] = kv_cache.stored(peers.rotated(k, *how), k_scale, k_cache.dtype)
     v_cache[where] = kv_cache.stored(v, v_scale, v_cache.dtype)
 
 
-def _look(q: Any, k: Any, v: Any, k_cache: Tensor, v_cache: Any, cos: Tensor, sin: Any, *rest: Any) -> None:
-    positions, slots, *_ = rest
-    heads.look_at_positions(cos, positions)
-    kv_cache.look_at_slots(slots, k_cache)
+def _check_indices(call: CacheWriteCall) -> None:
+    contract.check_positions(call)
+    kv_cache.check_slots(call.slots, call.k_cache)
 
 
 _LLAMA: dict[str, Any] = {"heads": 32, "kv_heads": 8, "n": 128, "dtype": "bf16", "skip": False}
 
 
 @op(
-    check=check, outputs=lambda *specs: (), cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
-    mutates=("q", "k_cache", "v_cache"), kernels=("numba", "triton"), model_sizes=heads.model_sizes,
-    baselines=baselines(torch=_torch, compile=Compiled(_torch)), indices=_look,
+    check=_check, outputs=lambda call: {}, cost=_cost, bucket=_bucket, inputs=_inputs, allowed=ALLOWED,
+    call_type=CacheWriteCall, mutates=("q", "k_cache", "v_cache"),
+    kernels={"numba": "numba_kernels:rope_cache_write_", "triton": "triton_kernels:rope_cache_write_"},
+    model_sizes=model_sizes, baselines=baselines(torch=_torch, compile=Compiled(_torch)), indices=_check_indices,
     cases={
         "test": [
             case(m=4, heads=2, kv_heads=1, n=6, dtype="fp32"),
@@ -131,9 +135,9 @@ def rope_cache_write_(
 
     q [T, H, D], k and v [T, kv_heads, D], caches [blocks, block_size, kv_heads, D]; cos, sin and positions are rope's.
     docs/kv_cache.md says what slots and scales are; no two tokens may have the same slot. A token with slot -1, or any
-    other that the caches do not have, is turned and not cached. k itself is kept.
+    other that the caches do not have, is rotated and not cached. k itself is kept.
     """
     how = cos, sin, positions, "thd", interleaved
-    q.copy_(heads.turned(q, *how))
-    kv_cache.write(k_cache, heads.turned(k, *how), slots, k_scale)
+    q.copy_(contract.rotated(q, *how))
+    kv_cache.write(k_cache, contract.rotated(k, *how), slots, k_scale)
     kv_cache.write(v_cache, v, slots, v_scale)

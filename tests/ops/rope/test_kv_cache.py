@@ -5,8 +5,8 @@ import torch
 
 import tilery
 from tilery.base.errors import BadInput
-from tilery.ops.rope_cache_write_ import inputs
-from tilery.parts import fp8, kv_cache
+from tilery.ops.rope import kv_cache
+from tilery.parts import fp8
 
 BACKENDS = ["numba", "triton"]
 
@@ -19,17 +19,19 @@ TIES = [
 
 def drawn(**more):
     where = torch.get_default_device()
-    return inputs(**{"m": 6, "heads": 2, "kv_heads": 2, "dtype": "fp32", "device": where, "seed": 5} | more)
+    return tilery.rope_cache_write_.inputs(
+        **{"m": 6, "heads": 2, "kv_heads": 2, "dtype": "fp32", "device": where, "seed": 5} | more
+    )
 
 
-def no_turn():
+def no_rotation():
     """So that keys are stored as they are."""
     return {"cos": torch.ones(20, 8), "sin": torch.zeros(20, 8)}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_token_goes_to_its_slot_and_nowhere_else(backend):
-    given = drawn() | no_turn()
+    given = drawn() | no_rotation()
     slots = torch.tensor([17, -1, 0, 31, 1000, -7])  # the last two lie outside
     before = given["k_cache"].clone()
     tilery.rope_cache_write_(**given | {"slots": slots}, backend=backend)
@@ -44,7 +46,7 @@ def test_a_token_goes_to_its_slot_and_nowhere_else(backend):
 @pytest.mark.parametrize("per", ["tensor", "head"])
 @pytest.mark.parametrize("format", fp8.LARGEST)
 def test_fp8_is_rounded_to_nearest_even_and_saturates(format, per, backend):
-    given = drawn(format=format, per=per, skip=False) | no_turn()
+    given = drawn(format=format, per=per, skip=False) | no_rotation()
     for name in ("k", "v"):
         scale = given[f"{name}_scale"].log2_().round_().exp2_()  # divided by a power of two, ties stay ties
         given[name][2] = torch.tensor(TIES)[: given[name].shape[-1]] * scale[:, None]
@@ -52,14 +54,14 @@ def test_fp8_is_rounded_to_nearest_even_and_saturates(format, per, backend):
         given[name][1] *= 1e-3  # small values have fewer bits
     tilery.rope_cache_write_(**given, backend=backend)
     where = given["slots"] // 16, given["slots"] % 16
-    for name, first in (("k", 1), ("v", 0)):  # a turn by no angle makes NaN of 0 · infinity
+    for name, first in (("k", 1), ("v", 0)):  # a rotation by no angle makes NaN of 0 · infinity
         cache, scale, largest = given[f"{name}_cache"], given[f"{name}_scale"], fp8.LARGEST[format]
         expected = (given[name] / scale[:, None]).clamp(-largest, largest).to(cache.dtype)
         found = cache.float()[where][first:].nan_to_num(7)
         assert torch.equal(found, expected[first:].float().nan_to_num(7))
 
 
-def test_prompts_written_at_once_and_token_by_token_are_the_same():
+def test_a_prefill_written_at_once_and_token_by_token_are_the_same():
     given = drawn(m=6, skip=False, format="e4m3")
     whole = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in given.items()}
     tilery.rope_cache_write_(**whole)
@@ -97,7 +99,7 @@ def test_an_fp8_cache_must_have_scales():
 def test_the_document_states_what_the_code_checks():
     from pathlib import Path
 
-    text = (Path(__file__).parents[2] / "docs" / "kv_cache.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "kv_cache.md").read_text(encoding="utf-8")
     *most, last = map(str, kv_cache.BLOCK_SIZES)
     assert f"`block_size` is {', '.join(most)} or {last}" in text
     assert all(f"±{largest:.0f} ({name})" in text for name, largest in fp8.LARGEST.items())
