@@ -185,8 +185,8 @@ ROWS.add(
 )
 ROWS.add(
     "smoothing-added",
-    "value -= label_smoothing * (plain / f32(n))",
-    "value += label_smoothing * (plain / f32(n))",
+    "value -= label_smoothing * (logit_sum / f32(n))",
+    "value += label_smoothing * (logit_sum / f32(n))",
     case("cross_entropy", "numba", "m=5,n=1000,dtype=fp16,label_smoothing=0.1,z_loss=0.001,ignored=True"),
 )
 ROWS.add(

@@ -7,13 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from tilery import languages
-from tilery.base.spec import TensorSpec, case
+from tilery.base.spec import case
 from tilery.core import plan as plan_module
+from tilery.core import tuned
+from tilery.core.cases import call_for
 from tilery.core.op import REGISTRY
-from tilery.hardware import device
+from tilery.hardware import gpu
 from tilery.measure.check import check
 from tilery.measure.place import place
-from tilery.parts import losses
+from tilery.ops.losses.contract import EAGER_ROWS
 
 KERNELS = pytest.mark.parametrize("kernel", ["numba", "triton"])
 
@@ -38,7 +40,7 @@ def test_a_target_that_is_no_class_gives_nan(kernel, name):
 @KERNELS
 @pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
 def test_a_target_that_is_no_class_gives_a_gradient_of_nan(kernel, name):
-    """Of its own row alone; that of the weight is a sum over all rows."""
+    """In its own row alone; the gradient of the weight is a sum over all rows."""
     given = problem(kernel, name)
     targets = torch.tensor([0, 40, -(2**63), -100, 36], device=given[0].device)
     _, lse = REGISTRY[name](*given, targets, backend=kernel)
@@ -90,14 +92,20 @@ def test_losses_are_those_of_torch(kernel, name):
     assert torch.allclose(loss, expected, atol=1e-5)
 
 
-@KERNELS
-@pytest.mark.parametrize("few", [losses.FEW, 2])
-def test_rows_to_ignore_do_not_count(kernel, few, monkeypatch):
-    monkeypatch.setattr(REGISTRY["cross_entropy"].kernel(kernel), "FEW", few, raising=False)
+@pytest.mark.parametrize(("kernel", "eager_rows"), [("numba", None), ("triton", EAGER_ROWS), ("triton", 2)])
+def test_rows_to_ignore_do_not_count(kernel, eager_rows, monkeypatch):
+    """Whether all rows are read at once, or each waits for its target."""
+    op = REGISTRY["cross_entropy"]
+    if eager_rows is not None:
+        monkeypatch.setattr(type(op.kernel(kernel)), "eager_rows", eager_rows)
+        op.plans.clear()  # they were made for another number
+        launch = op.kernel(kernel).launches(call_for(op, case(m=5, n=37)), op.kernel(kernel).Config(64, 1))[0]
+        assert launch.constants["EAGER"] == (eager_rows > 5)
     (logits,) = problem(kernel, "cross_entropy")
     logits[2] = float("nan")
     targets = torch.tensor([0, 1, -100, 2, 3], device=logits.device)
-    loss, lse = REGISTRY["cross_entropy"](logits, targets, backend=kernel)
+    loss, lse = op(logits, targets, backend=kernel)
+    op.plans.clear()
     assert loss[2] == lse[2] == 0 and loss.isfinite().all()
     others = targets != -100
     assert torch.allclose(lse[others], logits[others].logsumexp(-1), atol=1e-5)
@@ -121,8 +129,8 @@ def test_a_gradient_of_the_losses_alone(name):
         assert torch.allclose(ours, t.grad, atol=1e-6)
 
 
-def test_pieces_of_the_vocabulary_add_up():
-    """Several pieces and splits: the default takes one of each for so few classes."""
+def test_splits_and_chunks_of_the_vocabulary_add_up():
+    """The default takes one of each for so few classes."""
     tiles = (16, 16, 16, 4, 2)
     for name, cut in (("fused_linear_cross_entropy", 4), ("fused_linear_cross_entropy_backward", 32)):
         op = REGISTRY[name]
@@ -140,9 +148,32 @@ def test_pieces_of_the_vocabulary_add_up():
 def test_a_block_takes_several_rows_only_with_a_warp_for_each(config, said):
     if why := languages.missing("cuda"):
         pytest.skip(why)
-    kernel = REGISTRY["cross_entropy"].kernel("cuda")
-    logits = TensorSpec.contiguous((64, 1024), torch.bfloat16, "cuda:0")
-    targets = TensorSpec.contiguous((64,), torch.int64, "cuda:0")
-    with device.pretend("sm_90"):
-        assert said in kernel.refusal(logits, targets, config=kernel.Config(**config))
-        assert kernel.refusal(logits, targets, config=kernel.Config(32, rows=8)) is None
+    op = REGISTRY["cross_entropy"]
+    kernel, call = op.kernel("cuda"), call_for(op, case(m=64, n=1024, dtype="bf16"))
+    with gpu.pretend("sm_90"):
+        assert said in kernel.refusal(call, kernel.Config(**config))
+        assert kernel.refusal(call, kernel.Config(32, rows=8)) is None
+
+
+@KERNELS
+@pytest.mark.parametrize("ignore_index", [-(2**63), -(2**32), -1, 0, 1, 16, 2**31, 2**32 + 1, 2**63 - 1])
+@pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
+def test_every_integer_may_be_the_one_to_ignore(kernel, name, ignore_index):
+    """One plan serves all of them: the first row alone has it, the second has its low 32 bits and is a class."""
+    given = problem(kernel, name)
+    other = ignore_index % 2**32 % 37 if ignore_index % 2**32 % 37 != ignore_index else 5
+    targets = torch.tensor([ignore_index, other, 3, 17, 36], device=given[0].device)
+    targets[2:][targets[2:] == ignore_index] = 4
+    loss, lse = REGISTRY[name](*given, targets, 0.1, ignore_index, backend=kernel)
+    assert loss[0] == lse[0] == 0 and loss[1:].isfinite().all() and (lse[1:] != 0).all()
+    ones = torch.ones_like(lse)
+    grad, *_ = plan_module.packed(
+        REGISTRY[f"{name}_backward"](ones, ones, *given, targets, lse, 0.1, ignore_index, backend=kernel)
+    )
+    assert grad[0].eq(0).all() and grad[1:].isfinite().all() and grad[1:].ne(0).any(1).all()
+
+
+def test_tuned_files_with_the_old_name_of_a_field_are_read():
+    kind = REGISTRY["fused_linear_cross_entropy_backward"].kernel("triton").Config
+    fields = {"block_m": 64, "block_n": 64, "block_k": 32, "num_warps": 4, "num_stages": 2, "piece": 128}
+    assert kind(**tuned.present_fields(kind, fields)).chunk == 128
