@@ -15,7 +15,7 @@ from tilery.core.op import REGISTRY
 from tilery.hardware import gpu
 from tilery.measure.check import check
 from tilery.measure.place import place
-from tilery.ops.losses.contract import EAGER_ROWS
+from tilery.ops.losses.contract import READ_IGNORED_UP_TO
 
 KERNELS = pytest.mark.parametrize("kernel", ["numba", "triton"])
 
@@ -92,15 +92,15 @@ def test_losses_are_those_of_torch(kernel, name):
     assert torch.allclose(loss, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kernel", "eager_rows"), [("numba", None), ("triton", EAGER_ROWS), ("triton", 2)])
-def test_rows_to_ignore_do_not_count(kernel, eager_rows, monkeypatch):
+@pytest.mark.parametrize(("kernel", "few"), [("numba", None), ("triton", READ_IGNORED_UP_TO), ("triton", 2)])
+def test_rows_to_ignore_do_not_count(kernel, few, monkeypatch):
     """Whether all rows are read at once, or each waits for its target."""
     op = REGISTRY["cross_entropy"]
-    if eager_rows is not None:
-        monkeypatch.setattr(type(op.kernel(kernel)), "eager_rows", eager_rows)
+    if few is not None:
+        monkeypatch.setattr(type(op.kernel(kernel)), "read_ignored_up_to", few)
         op.plans.clear()  # they were made for another number
         launch = op.kernel(kernel).launches(call_for(op, case(m=5, n=37)), op.kernel(kernel).Config(64, 1))[0]
-        assert launch.constants["EAGER"] == (eager_rows > 5)
+        assert launch.constants["READ_IGNORED"] == (few > 5)
     (logits,) = problem(kernel, "cross_entropy")
     logits[2] = float("nan")
     targets = torch.tensor([0, 1, -100, 2, 3], device=logits.device)

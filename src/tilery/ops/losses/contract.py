@@ -16,7 +16,7 @@ from tilery.ops.rows.shape import rows as rows_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 IGNORED = -100
-EAGER_ROWS = 1024  # up to so many rows, all are read at once, ignored or not, so that none waits for its target
+READ_IGNORED_UP_TO = 1024  # rows: so few are all read at once, ignored or not, so that none waits for its target
 # For cases that test every term of the loss.
 TERMS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "ignored": True}
 # Targets that are no class, whatever their low 32 bits are.

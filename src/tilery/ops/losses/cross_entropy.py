@@ -163,8 +163,8 @@ def _cases() -> list[Case]:
         case(m=4, n=200, dtype="fp16", ignored=True, ignore_index=2**40, label_smoothing=1.0),
         case(m=5, n=200, dtype="fp32", masked=True, label_smoothing=0.1),  # lse is -inf
         case(m=5, n=200, dtype="bf16", masked=True),
-        # More rows than EAGER_ROWS, so they wait for their targets. bf16 is not interpreted, where so many programs
-        # would take long.
+        # More rows than READ_IGNORED_UP_TO: each waits for its target. In bf16, since the interpreter, which would take
+        # long for so many programs, refuses it.
         case(m=1100, n=20, dtype="bf16", ignored=True, outside=True),
     ]
     return [replace(c, params=c.params | TERMS) if any(c is f for f in first) else c for c in found] + more

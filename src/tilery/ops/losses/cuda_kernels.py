@@ -10,7 +10,7 @@ from tilery.base.launch import Launch
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
 from tilery.languages.cuda_glue import Source, vector_width
-from tilery.ops.losses.contract import EAGER_ROWS, LossCall
+from tilery.ops.losses.contract import READ_IGNORED_UP_TO, LossCall
 from tilery.ops.rows.cuda_rows import THREADS, Clusters, cluster_configs, cluster_refusal, spread
 from tilery.ops.rows.shape import rows
 
@@ -55,7 +55,7 @@ class CrossEntropy(Kernel):
         m, n, stride = rows(call.logits)
         args = {"logits": call.logits, "targets": call.targets, "losses": call.loss, "lses": call.lse}
         args |= {"stride": stride, "m": m, "n": n, "ignored": call.ignore_index, "smoothing": call.label_smoothing}
-        args |= {"z_loss": call.z_loss, "eager": m <= EAGER_ROWS}
+        args |= {"z_loss": call.z_loss, "eager": m <= READ_IGNORED_UP_TO}
         constants = {"T": call.logits.dtype, "VEC": vector_width((call.logits,), n, stride)}
         constants |= {"THREADS": config.threads, "BLOCKS": config.cluster, "ROWS": config.rows}
         blocks, options = -(-m // config.rows) * config.cluster, {"threads": config.threads * config.rows}

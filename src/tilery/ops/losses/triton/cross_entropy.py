@@ -14,7 +14,7 @@ from tilery.base.launch import Launch
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
 from tilery.languages.triton_glue import pdl_launch_dependents, pdl_wait
-from tilery.ops.losses.contract import EAGER_ROWS, LossCall
+from tilery.ops.losses.contract import READ_IGNORED_UP_TO, LossCall
 from tilery.ops.rows.shape import rows
 from tilery.ops.softmax.triton_kernels import base, parts, row_sums
 
@@ -66,14 +66,14 @@ def _row(logits_ptr, target, n, label_smoothing, z_loss, BLOCK: tl.constexpr, PA
 @triton.jit(do_not_specialize=["ignore_index"])
 def _cross_entropy(
     logits_ptr, targets_ptr, loss_ptr, lse_ptr, stride, n, ignore_index: tl.int64, label_smoothing, z_loss,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, EAGER: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, READ_IGNORED: tl.constexpr,
 ):  # fmt: skip
     pdl_wait()
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride overflows int32 past 2**31 elements
     target = tl.load(targets_ptr + row)
     logits_ptr += row * stride
     loss, lse, counts = 0.0, 0.0, target != ignore_index
-    if EAGER:  # no row waits for its target
+    if READ_IGNORED:  # no row waits for its target
         loss, lse = _row(logits_ptr, target, n, label_smoothing, z_loss, BLOCK, PARTS)
         loss, lse = tl.where(counts, loss, 0.0), tl.where(counts, lse, 0.0)
     elif counts:
@@ -86,7 +86,7 @@ class CrossEntropy(Kernel):
     archs = ARCHS
     Config = Config
     values_per_lane = 64  # a maximum, a sum of exponentials and a plain one run over all of them
-    eager_rows = EAGER_ROWS
+    read_ignored_up_to = READ_IGNORED_UP_TO
 
     def refusal(self, call: LossCall, config: Config | None = None) -> str | None:
         if config and config.block > 32 * config.num_warps * self.values_per_lane:
@@ -96,7 +96,7 @@ class CrossEntropy(Kernel):
     def default(self, call: LossCall) -> Config:
         m, n, _ = rows(call.logits)
         block = min(triton.next_power_of_2(n), 8192)
-        if m > self.eager_rows:
+        if m > self.read_ignored_up_to:
             return Config(block, num_warps=min(max(block // 512, 1), 8))
         each = 1024 if n % 16 == 0 else 256  # fewer where each is an access of its own
         # 1 × 1024 on an H200: 1.47 µs with four warps, 1.59 with two; 16 × 4096: 2.3 with four, 2.7 with eight
@@ -112,7 +112,7 @@ class CrossEntropy(Kernel):
         args = {"logits_ptr": call.logits, "targets_ptr": call.targets, "loss_ptr": call.loss, "lse_ptr": call.lse}
         args |= {"stride": stride, "n": n, **scalars(call)}
         constants = {"BLOCK": config.block, "PARTS": parts(call.logits, config.block, config.num_warps)}
-        constants |= {"EAGER": m <= self.eager_rows}
+        constants |= {"READ_IGNORED": m <= self.read_ignored_up_to}
         return [Launch(_cross_entropy, m, args, constants, {"num_warps": config.num_warps}, pdl=True)]
 
 
