@@ -54,10 +54,11 @@ class CrossEntropy(Kernel):
     def launches(self, call: LossCall, config: Config) -> list[Launch]:
         m, n, stride = rows(call.logits)
         args = {"logits": call.logits, "targets": call.targets, "losses": call.loss, "lses": call.lse}
-        args |= {"stride": stride, "m": m, "n": n, "ignored": call.ignore_index, "smoothing": call.label_smoothing}
-        args |= {"z_loss": call.z_loss, "eager": m <= READ_IGNORED_UP_TO}
+        args |= {"logits_stride": stride, "m": m, "n": n, "ignore_index": call.ignore_index}
+        args |= {"label_smoothing": call.label_smoothing, "z_loss": call.z_loss}
+        args |= {"read_ignored": m <= READ_IGNORED_UP_TO}
         constants = {"T": call.logits.dtype, "VEC": vector_width((call.logits,), n, stride)}
-        constants |= {"THREADS": config.threads, "BLOCKS": config.cluster, "ROWS": config.rows}
+        constants |= {"THREADS": config.threads, "CLUSTER": config.cluster, "ROWS_PER_BLOCK": config.rows}
         blocks, options = -(-m // config.rows) * config.cluster, {"threads": config.threads * config.rows}
         source = Source(_SOURCE, "cross_entropy")
         return [Launch(source, blocks, args, constants, options, cluster=config.cluster, pdl=True)]
