@@ -198,6 +198,8 @@ class Rope(RotaryKernel):
     norm: bool = False
 
     def launches(self, call: RopeCall, config: Config) -> list[Launch]:
+        if not call.tokens:
+            return []
         q, k, layout = call.q_heads, call.k_heads, call.layout
         q_out, k_out = (call.q, call.k) if self.in_place else (call.q_out, call.k_out)
         args = {
@@ -320,6 +322,8 @@ def _rope_cache_write(
 
 class RopeCacheWrite(RotaryKernel):
     def launches(self, call: CacheWriteCall, config: Config) -> list[Launch]:
+        if not call.tokens:
+            return []
         k_cache, v_cache, format = call.k_cache, call.v_cache, kv_cache.FORMATS.get(call.k_cache.dtype)
         blocks, block_size, k_heads, size = k_cache.shape
         if format:
