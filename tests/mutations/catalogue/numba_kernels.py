@@ -185,8 +185,8 @@ ROWS.add(
 )
 ROWS.add(
     "smoothing-added",
-    "value -= label_smoothing * (plain / f32(n))",
-    "value += label_smoothing * (plain / f32(n))",
+    "value -= label_smoothing * (logit_sum / f32(n))",
+    "value += label_smoothing * (logit_sum / f32(n))",
     case("cross_entropy", "numba", "m=5,n=1000,dtype=fp16,label_smoothing=0.1,z_loss=0.001,ignored=True"),
 )
 ROWS.add(
@@ -206,8 +206,8 @@ OTHERS.add(
 )
 OTHERS.add(
     "first-of-a-tie-missed",
-    "    while order(load(x, j, dtype)) != top:\n        j += 1\n",
-    "    for i in range(n):\n        if order(load(x, i, dtype)) == top:\n            j = i\n",
+    "    while _order(load(x, j, dtype)) != top:\n        j += 1\n",
+    "    for i in range(n):\n        if _order(load(x, i, dtype)) == top:\n            j = i\n",
     case("argmax", "numba", "m=5,n=3000,dtype=fp32,ties=True"),
 )
 OTHERS.add(
@@ -279,7 +279,7 @@ OTHERS.add(
     case("grouped_matmul", "numba", "m=37,n=40,k=48,experts=3,dtype=fp32,sizes=5+0+12"),
 )
 OTHERS.add(
-    "rope-turned-the-other-way",
+    "rope-rotated-the-other-way",
     "store(y, 2 * i + 1, b * c + a * s, FP32)",
     "store(y, 2 * i + 1, b * c - a * s, FP32)",
     case("rope", "numba", "m=5,heads=3,kv_heads=2,n=128,dtype=fp16,interleaved=True"),
@@ -292,8 +292,8 @@ OTHERS.add(
 )
 OTHERS.add(
     "values-scaled-as-keys",
-    "v_scale, h, scales[1], stored)",
-    "k_scale, h, scales[0], stored)",
+    "v_scale, h, v_step, cache_dtype)",
+    "k_scale, h, k_step, cache_dtype)",
     case("rope_cache_write_", "numba", "m=7,heads=4,kv_heads=2,n=64,dtype=fp32,format=e5m2,per=head,interleaved=True"),
 )
 OTHERS.add(

@@ -101,8 +101,8 @@ ROWS.add(
 )
 ROWS.add(
     "smoothing-added",
-    "picked - smooth + z_loss",
-    "picked + smooth + z_loss",
+    "target_logit - smooth + z_loss",
+    "target_logit + smooth + z_loss",
     case("cross_entropy", "triton", "m=5,n=1000,dtype=fp16,label_smoothing=0.1,z_loss=0.001,ignored=True"),
 )
 ROWS.add(
@@ -164,7 +164,7 @@ OTHERS.add(
     case("rope", "triton", "m=6,heads=2,kv_heads=1,n=32,dtype=fp32,places=outside"),
 )
 OTHERS.add(
-    "backward-turns-forward",
+    "backward-rotates-forward",
     "    if INVERSE:\n        sin = -sin\n",
     "    if False:\n        sin = -sin\n",
     case("rope_backward", "triton", "m=3,heads=9,kv_heads=1,n=64,dtype=fp32,batch=2,places=int64"),

@@ -1,0 +1,1 @@
+"""Kernels of cross entropies in Triton."""
