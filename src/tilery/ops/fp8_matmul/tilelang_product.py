@@ -15,8 +15,8 @@ from tilery.parts.fp8 import GROUP, ceil_div
 _ADDED = 512  # elements of c that a block of the second launch adds up
 
 
-class Problem(NamedTuple):
-    """What a kernel is built for; M and strides are its arguments."""
+class Specialization(NamedTuple):
+    """What a kernel is built for, besides its config; M and strides are its arguments."""
 
     n: int
     k: int
@@ -27,8 +27,8 @@ class Problem(NamedTuple):
     b_ones: tuple[bool, ...]
 
 
-def product(problem: Problem, config: Any):
-    n, k, format, out, even, a_ones, b_ones = problem
+def product(of: Specialization, config: Any):
+    n, k, format, out, even, a_ones, b_ones = of
     m, lda, ldb = T.dynamic("m"), T.dynamic("lda", "int64"), T.dynamic("ldb", "int64")
     a_steps = tuple(1 if one else T.dynamic(f"a_step{d}", "int64") for d, one in enumerate(a_ones))
     b_steps = tuple(1 if one else T.dynamic(f"b_step{d}", "int64") for d, one in enumerate(b_ones))
@@ -46,7 +46,7 @@ def product(problem: Problem, config: Any):
         if even:  # what makes TMA of the loads below
             T.assume(lda % 16 == 0)
             T.assume(ldb % 16 == 0)
-        if light:  # setmaxnreg would give a block all registers of a processor, and here several blocks fit
+        if light:  # setmaxnreg would give a block all registers of an SM, and here several blocks fit
             T.no_set_max_nreg()
         a_tile = T.alloc_shared((rows, GROUP), format)
         b_tile = T.alloc_shared((columns, GROUP), format)
@@ -70,7 +70,7 @@ def product(problem: Problem, config: Any):
                 for r in T.Parallel(rows):
                     own[r] = a_scale[i * rows + r, block] * b_scale[j * columns // GROUP, block]
             if not config.c_scale_local:
-                # By way of registers, so that the warps that multiply write them: those that fetch are told too early
+                # By way of registers, so that the warps that multiply write them: those that load are told too early
                 # that a step's place is free, when T.gemm is done and the sum below still reads.
                 T.copy(own, scales)
             if swapped:
