@@ -164,7 +164,7 @@ def free_scalar(op: Op, name: str, params: dict[str, Any]) -> bool:
 
 def layouts(op: Op, params: dict[str, Any], r: random.Random) -> dict[str, str]:
     """Mostly one argument is laid out anew, or all in one way; often none."""
-    names, chance = op.names[: op._tensors], r.random()
+    names, chance = op.names[: op.signature._tensors], r.random()
     if params.get("layout") == "far" or chance < 0.4:
         return {}
     usual = [layout for layout in LAYOUTS if layout != "transposed"] if r.random() < 0.8 else LAYOUTS
@@ -176,7 +176,7 @@ def plants(op: Op, params: dict[str, Any], r: random.Random) -> list[list[Any]]:
     """One to three numbers somewhere in the tensors; often none."""
     if op.name in ATTENTION and params.get("special", "none") != "none":
         return []
-    names = [name for name in op.names[: op._tensors] if name not in _INDEX_NAMES]
+    names = [name for name in op.names[: op.signature._tensors] if name not in _INDEX_NAMES]
     if op.name in _HELD:
         names = [name for name in names if name in _GRADIENTS]
     if op.name in ("add_rms_norm", "add_rms_norm_fp8") and params["dtype"] != "fp32":
@@ -205,7 +205,7 @@ def _answered(op: Op, name: str, what: str) -> bool:
 
 def indices(op: Op, params: dict[str, Any], r: random.Random) -> list[list[Any]]:
     """Now and then an entry of a tensor of indices that leads outside, or to its edge."""
-    names = [name for name in op.names[: op._tensors] if name in _INDEX_NAMES]
+    names = [name for name in op.names[: op.signature._tensors] if name in _INDEX_NAMES]
     if not names or r.random() < 0.7:
         return []
     name, where = r.choice(names), r.choice((0.0, 0.999999, r.random()))

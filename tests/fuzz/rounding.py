@@ -27,7 +27,7 @@ _FLUSHED = 2.0**-126
 def explained(op: Op, args: tuple[Any, ...], outs: tuple[Tensor, ...], right: Right) -> bool:
     """Whether every output (mutated arguments among them) is as right as arithmetic in fp32 can be."""
     samples = [_reference32(op, args, seed) for seed in range(_SAMPLES)]
-    limits = Limits.of(op, op.specs(args))
+    limits = Limits.of(op, op.call(op.specs(args)))
     largest = max(map(_largest, args))
     for i, (out, ref) in enumerate(zip(outs, right)):
         error, slack = (of.get(out.dtype, max(of.values())) for of in (limits.error, limits.slack))

@@ -40,7 +40,7 @@ def run(call: Call) -> Outcome:
     if where.device.type == "cuda" and _held(args) > _MOST_BYTES:
         return Outcome("refused", f"{NOT_DRAWN} {_held(args) / 2**30:.0f} GiB, three times over")
     try:
-        op.validate(op.specs(args))
+        op.call(op.specs(args))  # which checks them
         return _gradients(op, args) if call.gradient else _run(op, call, args)
     except BadInput as error:
         return Outcome("refused", f"{BAD_INPUT} {error}")
@@ -69,14 +69,14 @@ class _Attempt:
             self.guards.copy(name, a, call.layouts.get(name, "same")) if isinstance(a, Tensor) else a
             for name, a in zip(op.names, args)
         )
-        self.specs = op.specs(self.args)
+        self.call = op.call(op.specs(self.args))
 
     def allocate(self, spec: TensorSpec) -> Tensor:
         self._made.append(self.guards.poisoned(spec))
         return self._made[-1] if self.fill is None else self._made[-1].fill_(self.fill)
 
     def launch(self, config: Any) -> None:
-        plan = policy.decide(self.op, self.specs, self.kernel, config)
+        plan = policy.decide(self.op, self.call, self.kernel, config)
         outs, workspace = (tuple(map(self.allocate, specs)) for specs in (plan.outs, plan.workspace))
         plan.launch(outs, self.args, workspace)
         if plan.device.type == "cuda":
@@ -97,16 +97,15 @@ class _Attempt:
 
     @property
     def written(self) -> tuple[Tensor, ...]:
-        count = len(self.op.outputs(*self.specs))
+        count = len(self.op.output_specs(self.call))
         return (*self._made[:count], *(self.args[i] for i in self.op.mutated))
 
 
 def _run(op: Op, call: Call, args: tuple[Any, ...]) -> Outcome:
     first, again = _Attempt(op, call, args), _Attempt(op, call, args, fill=77)
-    op.validate(first.specs)
-    if why := policy.refusal(op, call.kernel, first.specs):
+    if why := policy.refusal(op, call.kernel, first.call):
         return Outcome("refused", f"{call.kernel}: {why}")
-    configs = op.kernel(call.kernel).configs(*first.specs) if call.config is not None else []
+    configs = op.kernel(call.kernel).configs(first.call) if call.config is not None else []
     config = configs[call.config % len(configs)] if configs else None
     specified = not _overlapping(op, args) and not _cancels(op, args)
     if specified:

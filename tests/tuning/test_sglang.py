@@ -4,7 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tilery.base.errors import BadInput, BadTunedFile, NotWritten
 from tilery.base.spec import Case
 from tilery.cli import app
 from tilery.core import policy, tuned
-from tilery.core.cases import specs_for
+from tilery.core.cases import call_for
 from tilery.core.tuned import Entry
 from tilery.hardware import device
 from tilery.ops import fp8_matmul
@@ -39,7 +39,7 @@ IN_TILELANG = {
 
 def entry(config, m=16, rank=0, scales="column", **more):
     params = {"m": m, "n": 4096, "k": 8192, "dtype": "e4m3", "scales": scales, **more}
-    bucket = fp8_matmul.bucket(*specs_for(fp8_matmul, Case(params)))
+    bucket = fp8_matmul.bucket(call_for(fp8_matmul, Case(params)))
     return Entry(
         kernel="tilelang" if "kernel_type" in config else "triton", exact=bucket.exact, scaled=bucket.scaled,
         config=config, ms=0.5, interval=[0.4, 0.6], error=1e-3, bit_identical=True, registers=128, spills=0, roof=0.5,
@@ -48,12 +48,13 @@ def entry(config, m=16, rank=0, scales="column", **more):
 
 
 def fake_tilelang():
-    made = ModuleType("fake_tilelang_kernel")
+    """A module with a kernel that has the config of the true one."""
+    made = ModuleType("fake.tilelang_kernels")
     kinds = [(name, type(value)) for name, value in TILELANG.items()]
-    made.Config = dataclasses.make_dataclass("Config", kinds, frozen=True)
-    made.archs, made.refusal = (
-        ("sm_90",),
-        lambda *specs, config=None: "too many threads" if config.threads > 512 else None,
+    made.fp8_matmul = SimpleNamespace(
+        archs=("sm_90",),
+        Config=dataclasses.make_dataclass("Config", kinds, frozen=True),
+        refusal=lambda call, config=None: "too many threads" if config.threads > 512 else None,
     )
     return made
 
@@ -63,9 +64,9 @@ def place(tmp_path, monkeypatch):
     """Folders of this test's own, and a TileLang kernel that needs no TileLang."""
     module = fake_tilelang()
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(fp8_matmul.modules, "tilelang", module.__name__)
-    monkeypatch.setattr(fp8_matmul, "kernels", tuple(dict.fromkeys((*fp8_matmul.kernels, "tilelang"))))
-    monkeypatch.setattr(tuned, "folders", lambda op: [settings.get().config_dir / op.name, tmp_path / "none"])
+    monkeypatch.setitem(fp8_matmul.kernels, "tilelang", f"{module.__name__}:fp8_matmul")
+    monkeypatch.setattr(tuned, "shipped", lambda op: {})
+    monkeypatch.setattr(tuned, "files", lambda op, slug: [tuned.user_folder(op) / f"{slug}.json"])
     monkeypatch.chdir(tmp_path)
     with settings.override(config_dir=tmp_path / "tuned", sglang_dir=None):
         tuned.reload()

@@ -77,7 +77,7 @@ def test_there_are_as_many_parts_as_blocks_of_k_at_most():
         ({"k": 0}, None),
     ],
 )
-def test_takes_what_tma_can_fetch(more, said):
+def test_takes_what_tma_can_load(more, said):
     why = kernel.refusal(call_of(**more))
     assert why is None if said is None else said in why
 

@@ -45,7 +45,7 @@ def call_of(m=64, n=512, k=1024, **more):
 @for_sm_90
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 def test_a_variant_multiplies_fp8_by_wgmma_in_the_shared_memory_it_says(config, compiler):
-    """More would be products of scales for every stage: those are fetched ahead, and overwritten while still read."""
+    """More would be products of scales for every stage: those are loaded ahead, and overwritten while still read."""
     specs = specs_for(fp8_matmul, case(m=64, n=512, k=1024))
     made = compiler.compile("fp8_matmul", "tilelang", specs, "sm_90", config)
     assert "QGMMA" in toolkit.sass(made.cubin) and made.spills == 0
@@ -119,17 +119,17 @@ def test_parts_of_k_have_a_workspace_and_cost_its_bytes():
 
 
 @pytest.mark.parametrize(
-    ("fetched", "local", "scales"), [(False, False, "row"), (True, True, "column")], ids=["plain", "fetched"]
+    ("shared", "local", "scales"), [(False, False, "row"), (True, True, "column")], ids=["plain", "shared"]
 )
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_variants_are_right_and_give_the_same_bits(config, fetched, local, scales):
-    """Rows and columns that fill no tile, and as many blocks of K as go around the ring several times."""
+def test_variants_are_right_and_give_the_same_bits(config, shared, local, scales):
+    """Rows and columns that fill no tile, and as many blocks of K as go through the stages several times."""
     where = place(fp8_matmul, "tilelang")
     if where.device is None:
         pytest.skip("needs a GPU; built by test_a_variant_multiplies_fp8_by_wgmma_in_the_shared_memory_it_says")
     flag = "b_scale_shm" if config.swapped else "a_scale_shm"
     config = dataclasses.replace(config, c_scale_local=local, a_scale_shm=False, b_scale_shm=False)
-    config = dataclasses.replace(config, **{flag: fetched})
+    config = dataclasses.replace(config, **{flag: shared})
     problem = case(m=81, n=200, k=16 * 128, out="fp32", scales=scales)
     assert check(fp8_matmul, "tilelang", problem, where.device, config=config).errors[0] < 1e-3
     args = fp8_matmul.complete((), fp8_matmul.inputs(**problem.params, device=where.device, seed=3))

@@ -38,7 +38,7 @@ def call_of(m=64, n=256, k=1024, dtype="bf16", **more):
         ({"m": 1, "n": 9, "k": 72}, None),
     ],
 )
-def test_takes_what_tma_can_fetch(more, said):
+def test_takes_what_tma_can_load(more, said):
     why = kernel.refusal(call_of(**more))
     assert why is None if said is None else said in why
 

@@ -66,17 +66,19 @@ class Fp8Matmul(Kernel):
         card, m = gpu(call.a.device), call.m
         most = (card.shared_per_block - 8192) // GROUP  # rows of a and b in flight
         if m > _FEW_ROWS:
-            return _of("base", 128, 128, min(4, most // 256), 256)
+            return _config("base", 128, 128, min(4, most // 256), 256)
         rows = next(size for size in (16, 32, 64) if m <= size)
         tiles, split, blocks = ceil_div(call.n, 64), 1, call.k // GROUP
         # Fewer tiles than SMs are split along K.
         while 0 < tiles * split * 2 <= card.sms and blocks % (split * 2) == 0 and blocks >= 8 * split * 2:
             split *= 2
-        return _of("swapAB", 64, rows, min(6, most // (64 + rows)), 128, split, b_scale_shm=True)
+        return _config("swapAB", 64, rows, min(6, most // (64 + rows)), 128, split, b_scale_shm=True)
 
     def configs(self, call: Fp8MatmulCall) -> list[Config]:
-        m = call.m
-        found = _few(m) if m <= _FEW_ROWS else _some() if m <= _SOME_ROWS else _many()
+        if call.m <= _FEW_ROWS:
+            found = _few_row_configs(call.m)
+        else:
+            found = _some_row_configs() if call.m <= _SOME_ROWS else _many_row_configs()
         return [c for c in found if self.refusal(call, c) is None]
 
     def estimate(self, call: Fp8MatmulCall, config: Config) -> Work:
@@ -135,38 +137,38 @@ def _size_refusal(config: Config) -> str | None:
 
 
 def _shared(config: Config, itemsize: int) -> int:
-    """c's tile takes the place of a's and b's, which start on 1024 bytes, after the barriers; scales come behind."""
+    """Bytes. c's tile takes the place of a's and b's, which start on 1024 bytes, after the barriers, before scales."""
     stages, (rows, columns) = max(config.num_stages, 1), config.tile
     tiles = max(stages * (rows + columns) * GROUP, rows * columns * (itemsize if config.split_k == 1 else 4))
-    fetched = stages * (config.a_scale_shm or config.b_scale_shm)
-    return tiles + 4 * rows * (fetched + (not config.c_scale_local)) + 1024
+    in_shared = stages * (config.a_scale_shm or config.b_scale_shm)
+    return tiles + 4 * rows * (in_shared + (not config.c_scale_local)) + 1024
 
 
-def _few(m: int) -> list[Config]:
+def _few_row_configs(m: int) -> list[Config]:
     """b is streamed past the rows of a: how much of it is in flight, and by how many blocks, is what differs."""
     rows = next(size for size in (16, 32, 64) if m <= size)
     swapped = [
-        _of("swapAB", block_m, rows, stages, 128, split, b_scale_shm=shm)
+        _config("swapAB", block_m, rows, stages, 128, split, b_scale_shm=shm)
         for split in (1, 2, 4, 8) for block_m in (64, 128)
         for stages, shm in ((2, True), (4, True), (8, True), (4, False))
     ]  # fmt: skip
-    base = [_of("base", 64, block_n, 4, 128, split) for split in (1, 2, 4) for block_n in (64, 128)]
+    base = [_config("base", 64, block_n, 4, 128, split) for split in (1, 2, 4) for block_n in (64, 128)]
     return swapped if m <= 32 else swapped + base
 
 
-def _some() -> list[Config]:
+def _some_row_configs() -> list[Config]:
     tiles = ("base", 64, 64, 128), ("base", 64, 128, 128), ("base", 128, 128, 256), ("swapAB", 128, 64, 256)
     splits, depths = (1, 2, 4), (2, 4, 6)
-    return [_of(*tile[:3], stages, tile[3], split) for split in splits for tile in tiles for stages in depths]
+    return [_config(*tile[:3], stages, tile[3], split) for split in splits for tile in tiles for stages in depths]
 
 
-def _many() -> list[Config]:
+def _many_row_configs() -> list[Config]:
     tiles = ("base", 64, 128, 128), ("base", 128, 64, 128), ("base", 128, 64, 256), ("base", 128, 128, 256)
     wide = ("swapAB", 128, 128, 256), ("swapAB", 64, 256, 256)
-    return [_of(*tile[:3], stages, tile[3]) for tile in (*tiles, *wide) for stages in (2, 3, 4, 6)]
+    return [_config(*tile[:3], stages, tile[3]) for tile in (*tiles, *wide) for stages in (2, 3, 4, 6)]
 
 
-def _of(kind: str, block_m: int, block_n: int, stages: int, threads: int, split: int = 1, **more: bool) -> Config:
+def _config(kind: str, block_m: int, block_n: int, stages: int, threads: int, split: int = 1, **more: bool) -> Config:
     """One that keeps the products of scales in registers; in shared memory they cost every step two barriers."""
     if split > 1:
         kind = {"base": "splitK", "swapAB": "splitK_swapAB"}[kind]

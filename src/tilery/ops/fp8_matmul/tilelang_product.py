@@ -39,7 +39,7 @@ def product(of: Specialization, config: Any):
     # Rows for every warpgroup where there are 64: wgmma then reads b's tile once for all of them.
     apart = T.GemmWarpPolicy.FullRow if config.block_m * 2 >= config.threads else T.GemmWarpPolicy.Square
     light = config.block_m * config.block_n // config.threads <= 32  # sums and products take few of the registers
-    fetched = config.a_scale_shm or config.b_scale_shm
+    in_shared = config.a_scale_shm or config.b_scale_shm
 
     @T.macro
     def multiply(a, a_scale, b, b_scale, c, i, j, z):
@@ -52,7 +52,7 @@ def product(of: Specialization, config: Any):
         b_tile = T.alloc_shared((columns, GROUP), format)
         c_tile = T.alloc_shared((rows, columns), out if parts == 1 else "float32")
         own = T.alloc_fragment((rows,), "float32")
-        a_scales = T.alloc_shared((rows,), "float32") if fetched else own
+        a_scales = T.alloc_shared((rows,), "float32") if in_shared else own
         scales = own if config.c_scale_local else T.alloc_shared((rows,), "float32")
         part = T.alloc_fragment(sums, "float32")
         acc = T.alloc_fragment(sums, "float32")
@@ -61,7 +61,7 @@ def product(of: Specialization, config: Any):
             block = z * count + step
             T.copy(a[i * rows, block * GROUP], a_tile, disable_tma=not even)
             T.copy(b[j * columns, block * GROUP], b_tile, disable_tma=not even)
-            if fetched:
+            if in_shared:
                 for r in T.Parallel(rows):
                     a_scales[r] = a_scale[i * rows + r, block]
                 for r in T.Parallel(rows):

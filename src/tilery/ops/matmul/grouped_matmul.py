@@ -182,8 +182,8 @@ def model_sizes(model: Model) -> list[dict[str, int]]:
     return [{"n": layer.n, "k": layer.k, "experts": model.n_routed_experts} for layer in model.mlp(model.mlp_size)]
 
 
-# Of Qwen3-30B-A3B (128 experts, 8 a token) and of one of eight ranks that share DeepSeek-V3's 256 experts:
-# rows of 16, 256 and 4096 tokens.
+# Rows of 16, 256 and 4096 tokens in Qwen3-30B-A3B (128 experts, 8 a token), and in one of eight ranks of DeepSeek-V3
+# (256 experts).
 _EXPERTS = [
     *((8 * tokens, n, k, 128) for tokens in (16, 256, 4096) for n, k in ((1536, 2048), (2048, 768))),
     *((tokens, n, k, 32) for tokens in (16, 256, 4096) for n, k in ((4096, 7168), (7168, 2048))),

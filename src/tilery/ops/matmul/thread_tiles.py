@@ -42,20 +42,20 @@ class ThreadTiles(Kernel):
     archs = ARCHS
     Config = Config
 
-    def refusal(self, call: Any, config: Config | None = None) -> str | None:
+    def refusal(self, call: Any, config: Any = None) -> str | None:
         if config and config not in _CONFIGS:
             return f"the config must be one of {', '.join(map(str, _CONFIGS))}, got {config}"
         return None
 
-    def default(self, call: Any) -> Config:
+    def default(self, call: Any) -> Any:
         if call.m <= 16:
             return _CONFIGS[0]
         return _CONFIGS[5] if call.m * call.n >= 2048 * 2048 else _CONFIGS[2]  # small tiles make more blocks
 
-    def configs(self, call: Any) -> list[Config]:
+    def configs(self, call: Any) -> list[Any]:
         return list(_CONFIGS)
 
-    def estimate(self, call: Any, config: Config) -> Work:
+    def estimate(self, call: Any, config: Any) -> Work:
         return gemm_work(call.m, call.n, call.k, call.a.dtype.itemsize, config.block_m, config.block_n)
 
     def args(self, call: Any) -> dict[str, Any]:

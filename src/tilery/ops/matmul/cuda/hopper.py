@@ -22,14 +22,14 @@ from tilery.ops.matmul.cuda.hopper_tiles import ConfigSpace
 from tilery.ops.matmul.work import gemm_work
 
 _SOURCE = Path(__file__).with_name("hopper.cu")
-_MANY = 1024  # rows, from which on blocks multicast b, and up to which the large-M kernel may split K
+_MANY = 1024  # rows: beyond, blocks multicast b; up to here, the large-M kernel may split K
 _COLUMNS = (*hopper_tiles.NARROW, 128, 160, 192, 224, 256)  # of large-M tiles
 _LARGE_M_SPLIT_K = (2, 3, 4)
 
 
 @dataclass(frozen=True)
 class Config(hopper_tiles.Config):
-    multicast: int = 1  # blocks of a cluster, one above the other, each of which loads a part of b for all; large_m alone
+    multicast: int = 1  # blocks of a cluster, one above the other, that load parts of b for all of them; large_m alone
 
     @property
     def k_blocks_per_stage(self) -> int:  # type: ignore[override]
@@ -136,8 +136,9 @@ def _epilogue_refusal(call: MatmulCall) -> str | None:
     strides = call.addend_strides
     even = addend.aligned and n % 8 == 0 and (strides.row % 8 == 0 or m <= 1)
     if not even or (strides.column != 1 and n > 1):
-        rule = f"rows of {call.user_names[2]} must be contiguous, start at multiples of 16 bytes and be of 8 values each"
-        return f"{rule}, got {list(addend.shape)} with strides {list(addend.strides)}"
+        rule = "must be contiguous, start at multiples of 16 bytes and be of 8 values each"
+        came = f"{list(addend.shape)} with strides {list(addend.strides)}"
+        return f"rows of {call.user_names[2]} {rule}, got {came}"
     return None
 
 
