@@ -22,7 +22,6 @@ from tilery.parts.kernels import Functions, functions
 archs = ("sm_90",)
 
 _SOURCE = Path(__file__).parents[1] / "ops" / "attention" / "hopper.cu"
-_PARAMETERS = "TTTPPPPqqqqqiiiiiiiiiiif"
 _L2 = 2**25  # bytes of keys and values that blocks running together may share: about half of an H200's
 _FAR = 2**29  # tokens: more than a query sees
 _PATTERN, _BARRIERS, _RESERVED = 1024, 16, 1024  # bytes to align tiles, for a slot, that the driver takes of a block
@@ -162,7 +161,7 @@ def _kernel(dtype: torch.dtype, size: int, config: Config) -> cuda_glue.Kernel:
     sizes = f"{size}, {config.block_n}, {config.block_m // 64}, {config.stages}, {config.share}"
     name = f"hopper_attention<{cuda_glue.TYPES[dtype]}, {sizes}>"
     shared = config.shared(columns(size))
-    return cuda_glue.Kernel(_SOURCE, name, _PARAMETERS, config.threads, shared, config.share, early=True)
+    return cuda_glue.Kernel(_SOURCE, name, (None,) * 4, config.threads, shared, config.share, early=True)
 
 
 def _run(p: Problem, config: Config) -> None:
@@ -188,7 +187,8 @@ def _run(p: Problem, config: Config) -> None:
     blocks = count * tiles * config.share
     if config.persistent:
         blocks = min(blocks, kernel.resident() // config.share * config.share)
-    kernel.launch(blocks, *maps, *pointers, *p.out_strides, *lse, *shapes, float(p.scale))
+    values = *pointers, *p.out_strides, *lse, *shapes, float(p.scale)
+    kernel.launch(blocks, *maps, cuda_glue.params(_SOURCE, "hopper_attention", *values))
 
 
 def _compile(p: Problem, config: Config, arch: str) -> Artifact:

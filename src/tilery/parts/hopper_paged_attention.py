@@ -210,7 +210,7 @@ def _kernel(dtype: torch.dtype, size: int, config: Config) -> cuda_glue.Kernel:
     how = hopper_attention.Config(config.block_m, config.block_n, config.stages)
     sizes = f"{size}, {config.block_n}, {config.block_m // 64}, {config.stages}, {config.share}"
     name, shared = f"paged_attention<{cuda_glue.TYPES[dtype]}, {sizes}>", how.shared(columns(size))
-    return cuda_glue.Kernel(_SOURCE, name, "TTTPPPPPPqiiiiiiiiiiiiif", how.threads, shared, config.share, early=True)
+    return cuda_glue.Kernel(_SOURCE, name, (None,) * 4, how.threads, shared, config.share, early=True)
 
 
 @functools.cache
@@ -258,7 +258,8 @@ def run(p: Problem, config: Config, parts: Any = None, stats: Any = None) -> Non
     cuts = splits, config.splits if splits > 1 else 1, config.least
     left = min(p.window, _FAR) - 1 if p.window else _FAR
     pointers, sizes = (pages, starts, p.lengths.data_ptr(), out, *kept), (fetched, page, p.most, p.bound, left)
-    kernel.launch(blocks, *made, *pointers, row, *shapes, *cuts, *sizes, float(p.scale))
+    values = *pointers, row, *shapes, *cuts, *sizes, float(p.scale)
+    kernel.launch(blocks, *made, cuda_glue.params(_SOURCE, "paged_attention", *values))
     if parts is not None:
         rows = p.tokens * p.heads
         combination(q.dtype, p.size).launch(ceil_div(rows, _THREADS // 32), *kept, out, rows, splits)
