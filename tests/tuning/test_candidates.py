@@ -8,12 +8,12 @@ import torch
 
 from tilery.base.errors import BadInput
 from tilery.base.spec import TensorSpec, Work, case
-from tilery.core.cases import call_for, specs_for
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
 from tilery.languages import triton_glue
 from tilery.measure import ceilings
-from tilery.ops.matmul.triton import gemm as triton_gemm
+from tilery.ops.matmul import triton_kernel
 from tilery.tuning import candidates
 from tilery.tuning.candidates import Machine, collect, modelled_ms
 from tilery.tuning.data import Candidate, Problem
@@ -144,7 +144,7 @@ def test_a_config_of_a_larger_device_is_filtered_by_shared_memory(monkeypatch):
     """128 × 256 × 64 in four stages fits an H100, and not a card with 99 KiB a block."""
     monkeypatch.setattr(candidates, "_machine", lambda op, specs: H200)
     problem = Problem("matmul", "cuda:0", case(m=4096, n=4096, k=4096, dtype="bf16"))
-    large = Candidate("triton", dataclasses.asdict(triton_gemm.Config(128, 256, 64, 8, 4)), "nvidia_h100")
+    large = Candidate("triton", dataclasses.asdict(triton_kernel.Config(128, 256, 64, 8, 4)), "nvidia_h100")
     with device.pretend("sm_90"):
         found, _ = collect(problem, ("triton",), [large])
         assert large.config in [c.config for c in found]
@@ -172,8 +172,8 @@ def test_specs_of_a_saved_call_keep_strides_and_alignment(tmp_path):
 
 
 def modelled(m, n, k, block_m, block_n, least_ms=0.0):
-    call = call_for(REGISTRY["matmul"], case(m=m, n=n, k=k, dtype="bf16"))
-    work = triton_gemm.gemm.estimate(call, triton_gemm.Config(block_m, block_n, 64, 4, 3))
+    spec = specs_for(REGISTRY["matmul"], case(m=m, n=n, k=k, dtype="bf16"))
+    work = triton_kernel.estimate(*spec, config=triton_kernel.Config(block_m, block_n, 64, 4, 3))
     return modelled_ms(work, dataclasses.replace(H200, least_ms=least_ms))
 
 
@@ -201,10 +201,11 @@ def test_every_tiled_matmul_estimates_its_work(kernel):
     if candidates.policy.languages.missing(kernel):
         pytest.skip("not installed")
     problem = case(m=512, n=26880, k=256, dtype="bf16")  # 26880: a multiple of every width of a tile
-    call, found = call_for(op, problem), op.kernel(kernel)
-    cost = op.cost(call)
+    specs = specs_for(op, problem)
+    cost = op.cost(op.call(specs))
     with device.pretend("sm_90"):
-        for config in found.configs(call):
-            work = found.estimate(call, config)
+        module = op.kernel(kernel)
+        for config in module.configs(*specs):
+            work = module.estimate(*specs, config=config)
             assert work.blocks * work.flops == cost.flops  # these tiles divide the problem
             assert work.blocks * work.bytes >= cost.bytes

@@ -19,7 +19,7 @@ from tilery.core.cases import call_for
 from tilery.core.tuned import Entry
 from tilery.hardware import device
 from tilery.ops import fp8_matmul
-from tilery.tuning import kept, sglang
+from tilery.tuning import exchange, sglang
 
 FILE = "N=4096,K=8192,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128, 128].json"
 TRITON = {"block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 4, "split_k": 1, "group_m": 8, "block_k": 128}
@@ -78,7 +78,7 @@ def place(tmp_path, monkeypatch):
 def h100(monkeypatch):
     """This machine has one."""
     name = device.name
-    monkeypatch.setattr(kept, "here", lambda: [torch.device("cpu"), torch.device("cuda", 0)])
+    monkeypatch.setattr(exchange, "here", lambda: [torch.device("cpu"), torch.device("cuda", 0)])
     monkeypatch.setattr(device, "name", lambda where: "NVIDIA H100" if where.type == "cuda" else name(where))
     monkeypatch.setattr(policy, "environment_refusal", lambda *_: None)
     with device.pretend("sm_90"):

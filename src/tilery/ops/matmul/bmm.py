@@ -1,5 +1,7 @@
 """Contract of bmm."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -9,9 +11,11 @@ from tilery.core import inputs as draw
 from tilery.core.call import Call
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
-from tilery.models.model import Model
 from tilery.ops.matmul import contract
 from tilery.ops.matmul.contract import ALLOWED, layout
+
+if TYPE_CHECKING:
+    from tilery.models.model import Model
 
 
 def check(call: Call) -> None:
@@ -54,7 +58,7 @@ def inputs(
     }
 
 
-def model_sizes(model: Model) -> list[dict[str, int]]:
+def model_sizes(model: "Model") -> list[dict[str, int]]:
     """Multi-head latent attention takes its queries into the latent, head by head, and its values out of it."""
     if not model.kv_lora_rank:
         return []

@@ -1,7 +1,7 @@
 """Contract of grouped_matmul."""
 
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,11 @@ from tilery.core.call import Call
 from tilery.core.indices import require_between
 from tilery.core.op import op
 from tilery.core.peers import Saved, baselines
-from tilery.models.model import Model
 from tilery.ops.matmul import contract
 from tilery.ops.matmul.contract import ALLOWED, layout
+
+if TYPE_CHECKING:
+    from tilery.models.model import Model
 
 
 def groups_hit(rows: int, groups: int) -> int:
@@ -175,7 +177,7 @@ def _torch(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return F.grouped_mm(a, b, offs=offsets)
 
 
-def model_sizes(model: Model) -> list[dict[str, int]]:
+def model_sizes(model: "Model") -> list[dict[str, int]]:
     """A case's m is the rows of all experts: tokens times the experts that each takes."""
     if not model.n_routed_experts:
         return []
