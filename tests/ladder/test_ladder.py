@@ -22,7 +22,7 @@ from tilery.measure.timing import Depth
 if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.ladder import measure, plot
+from tilery.ladder import measure, plot, rungs
 from tilery.ladder.rungs import RUNGS, Rung, product
 from tilery.languages import cuda_glue, tensor_maps, toolkit
 
@@ -122,16 +122,19 @@ def test_says_what_card_it_needs():
 @pytest.mark.parametrize("resident", [132, 7])
 def test_launches_a_block_for_every_tile_or_as_many_as_run(name, blocks, boxes, resident, monkeypatch):
     launched, asked = [], []
+    rungs._bound.cache_clear()  # it asked how many blocks are resident
     monkeypatch.setattr(cuda_glue.Kernel, "launch", lambda self, *given: launched.append(given))
     monkeypatch.setattr(cuda_glue.Kernel, "resident", lambda self: resident)
-    monkeypatch.setattr(tensor_maps, "of", lambda x, rows: asked.append((x.data_ptr(), x.shape, rows)) or len(asked))
+    monkeypatch.setattr(tensor_maps, "_made", lambda *how: asked.append(how) or len(asked))
     a, w, c = (torch.empty(s, dtype=torch.bfloat16) for s in ((1024, 128), (768, 128), (1024, 768)))
     rung = RUNGS[name]
     rung.run(a, w.t(), c)
     most = resident // rung.cluster * rung.cluster if rung.persistent else blocks
     operands = (1, 2) if boxes else (a.data_ptr(), w.data_ptr())
     assert launched == [(min(blocks, most), *operands, c.data_ptr(), 1024, 768, 128)]
-    assert asked == ([(x.data_ptr(), x.shape, rows) for x, rows in zip((a, w), boxes)] if boxes else [])
+    sizes = [(x.data_ptr(), (128, len(x)), (128,), (rows,), 2) for x, rows in zip((a, w), boxes or ())]
+    assert asked == sizes
+    rungs._bound.cache_clear()
 
 
 # Measured with rungs that a CPU can run.

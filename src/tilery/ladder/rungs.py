@@ -1,6 +1,7 @@
 """The rungs: what each adds, where it builds, what it takes, how it is launched."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import tilery.ops  # noqa: F401  fills the registry
 from tilery import languages
+from tilery.base.launch import Launch, Persistent, Values
 from tilery.base.spec import Artifact, TensorSpec, dtype_name
 from tilery.core import policy
 from tilery.core.op import REGISTRY, Op
@@ -18,8 +20,8 @@ from tilery.hardware.device import ARCHS
 
 HOPPER = ("sm_90",)
 SHIPPED = "cuda.hopper"  # the kernel of matmul that the ladder leads to
-_ALIGNING = 1024  # bytes to start a ring of tiles at a multiple of the swizzle's pattern
-_BARRIERS = 16  # bytes a slot
+_ALIGNMENT = 1024  # bytes to start the tiles at a multiple of the swizzle's pattern
+_BARRIERS = 16  # bytes a stage
 
 
 class Step(Protocol):
@@ -62,7 +64,7 @@ class Rung:
     multiples: tuple[int, int, int]  # m, n and k must be multiples of these
     needs: str = ""
     shared: int = 0  # dynamic bytes
-    boxes: tuple[int, int] | None = None  # rows of a and of b that TMA fetches at once; None: the kernel takes pointers
+    boxes: tuple[int, int] | None = None  # rows of a and of b that TMA loads at once; None: the kernel takes pointers
     cluster: int = 1
     persistent: bool = False  # as many blocks as run at once
 
@@ -90,28 +92,42 @@ class Rung:
             )
         return None
 
-    @functools.cached_property
-    def kernel(self) -> Any:
-        from tilery.languages import cuda_glue
+    def launch(self, call: Any) -> Launch:
+        """What runs it for a call of matmul."""
+        from tilery.languages.cuda_glue import Source
 
-        parameters = "PPPiii" if self.boxes is None else "TTPiii"
-        return cuda_glue.Kernel(self.source, self.name, parameters, self.threads, self.shared, self.cluster)
-
-    def compile(self, a: TensorSpec, b: TensorSpec, arch: str) -> Artifact:
-        made: Artifact = self.kernel.compile(arch)
-        return made
-
-    def run(self, a: Tensor, b: Tensor, c: Tensor) -> None:
-        (m, k), n = a.shape, b.shape[1]
-        operands: tuple[Any, ...] = a.data_ptr(), b.data_ptr()
+        operands: dict[str, Any] = {"a": call.a, "b": call.b}
         if self.boxes is not None:
             from tilery.languages import tensor_maps
 
-            operands = tensor_maps.of(a, self.boxes[0]), tensor_maps.of(b.t(), self.boxes[1])
-        blocks = -(-m // self.tile[0]) * -(-n // self.tile[1])
-        if self.persistent:
-            blocks = min(blocks, self.kernel.resident() // self.cluster * self.cluster)
-        self.kernel.launch(blocks, *operands, c.data_ptr(), m, n, k)
+            columns = call.b._replace(shape=(call.n, call.k), strides=(call.k, 1))
+            maps = tensor_maps.of_matrix(call.a, self.boxes[0]), tensor_maps.of_matrix(columns, self.boxes[1])
+            operands = {"a_map": maps[0], "b_map": maps[1]}
+        blocks = -(-call.m // self.tile[0]) * -(-call.n // self.tile[1])
+        return Launch(
+            Source(self.source, self.name),
+            Persistent(blocks) if self.persistent else blocks,
+            {**operands, "c": call.c, "m": call.m, "n": call.n, "k": call.k},
+            options={"threads": self.threads, "shared": self.shared},
+            cluster=self.cluster,
+        )
+
+    def compile(self, a: TensorSpec, b: TensorSpec, arch: str) -> Artifact:
+        from tilery.languages import cuda_glue
+
+        return cuda_glue.compile(self.launch(product().call(complete(a, b))), arch)
+
+    def run(self, a: Tensor, b: Tensor, c: Tensor) -> None:
+        args = complete(a, b)
+        _bound(self, product().specs(args))((*args, c))
+
+
+@functools.lru_cache(maxsize=64)
+def _bound(rung: Rung, specs: tuple[Any, ...]) -> Callable[[Values], None]:
+    """What launches the rung for such arguments; kept, as a plan of an op is."""
+    from tilery.languages import cuda_glue
+
+    return cuda_glue.bind(rung.launch(product().call(specs)), specs[0].device)
 
 
 @dataclass(frozen=True)
@@ -142,9 +158,9 @@ class Shipped:
         product().plan(product().specs(args), SHIPPED).launch((c,), args)
 
 
-def _ring(stages: int, rows: int, barriers: int = 0) -> int:
-    """Bytes of so many tiles with so many rows of 128 bytes, of a and b together."""
-    return _ALIGNING + stages * (rows * 128 + barriers)
+def _pipeline(stages: int, rows: int, barriers: int = 0) -> int:
+    """Bytes of so many stages with so many rows of 128 bytes, of a and b together."""
+    return _ALIGNMENT + stages * (rows * 128 + barriers)
 
 
 _RUNGS = (
@@ -156,19 +172,19 @@ _RUNGS = (
          256, (128, 128), (128, 128, 32)),
     Rung(4, "wide_access", "16 bytes an access, and a swizzle instead of bank conflicts",
          256, (128, 128), (128, 128, 32)),
-    Rung(5, "async_copies", "cp.async: a ring of tiles that fills itself while the oldest is multiplied",
+    Rung(5, "async_copies", "cp.async: tiles are loaded into a pipeline while the oldest is multiplied",
          256, (128, 128), (128, 128, 32), needs="sm_80"),
     Rung(6, "tensor_cores", "mma.sync: a warp multiplies 16 × 16 by 16 × 8 at once",
          128, (128, 128), (128, 128, 64), needs="sm_80", shared=3 * 256 * 128),
     Rung(7, "wgmma", "wgmma: four warps multiply 64 × 16 by 16 × 128 at once, from shared memory",
-         256, (128, 128), (128, 128, 64), needs="sm_90", shared=_ring(3, 256)),
-    Rung(8, "tma", "TMA: one thread asks for whole tiles",
-         256, (128, 128), (128, 128, 64), needs="sm_90", shared=_ring(3, 256), boxes=(128, 128)),
-    Rung(9, "warp_roles", "a warp fetches and eight multiply, in persistent blocks with tiles of 128 × 256",
-         384, (128, 256), (128, 256, 64), needs="sm_90", shared=_ring(4, 384, _BARRIERS), boxes=(128, 256),
+         256, (128, 128), (128, 128, 64), needs="sm_90", shared=_pipeline(3, 256)),
+    Rung(8, "tma", "TMA: one thread loads whole tiles",
+         256, (128, 128), (128, 128, 64), needs="sm_90", shared=_pipeline(3, 256), boxes=(128, 128)),
+    Rung(9, "warp_roles", "a producer warp and two consumer warpgroups, in persistent blocks with tiles of 128 × 256",
+         384, (128, 256), (128, 256, 64), needs="sm_90", shared=_pipeline(4, 384, _BARRIERS), boxes=(128, 256),
          persistent=True),
-    Rung(10, "clusters", "two blocks fetch halves of what both need, and TMA brings them to both",
-         384, (128, 256), (256, 256, 64), needs="sm_90", shared=_ring(4, 384, _BARRIERS), boxes=(128, 128),
+    Rung(10, "clusters", "TMA multicast: two blocks of a cluster load halves of what both need",
+         384, (128, 256), (256, 256, 64), needs="sm_90", shared=_pipeline(4, 384, _BARRIERS), boxes=(128, 128),
          cluster=2, persistent=True),
     Shipped(11),
 )  # fmt: skip

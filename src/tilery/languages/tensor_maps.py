@@ -93,17 +93,6 @@ def of_matrix(x: Argument, box_rows: int) -> TensorMapOf:
     return TensorMapOf(x, (columns, rows), (x.stride(0),), (box_rows,))
 
 
-def of(x: Any, box_rows: int) -> TensorMap:
-    """Of a tensor [rows, columns]: boxes of so many rows of SPAN bytes, swizzled, zeros where they are outside."""
-    rows, columns = x.shape
-    return at(x.data_ptr(), rows, columns, x.stride(0), box_rows, x.dtype.itemsize)
-
-
-def at(address: int, rows: int, columns: int, stride: int, box_rows: int, itemsize: int) -> TensorMap:
-    """Of a matrix that need not be a tensor of two dimensions; `stride` is from row to row, in values."""
-    return heads_at(address, itemsize, (columns, rows), (stride,), box_rows)
-
-
 def of_heads(x: Any, sizes: tuple[int, ...], strides: tuple[int, ...], *box: int) -> TensorMap:
     """The same of a tensor as `heads_refusal` sees it; where there is one alone, any stride will do.
 

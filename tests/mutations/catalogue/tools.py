@@ -122,8 +122,8 @@ PATCH.add(
 
 LADDER.add(
     "clusters-cut-in-half",
-    "blocks = min(blocks, self.kernel.resident() // self.cluster * self.cluster)",
-    "blocks = min(blocks, self.kernel.resident())",
+    "blocks = min(blocks.most, kernel.resident() // launch.cluster * launch.cluster)",
+    "blocks = min(blocks.most, kernel.resident())",
     "test_ladder.py::test_launches_a_block_for_every_tile_or_as_many_as_run",
 )
 LADDER.add(

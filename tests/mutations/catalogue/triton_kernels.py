@@ -136,14 +136,14 @@ OTHERS.add(
     "if not EVEN_K:\n            a_mask",
     "if EVEN_K:\n            a_mask",
     case("matmul", "triton", "m=65,n=33,k=97,dtype=fp32"),
-    inside="_product",
+    inside="_gemm",
 )
 OTHERS.add(
     "activated-before-the-bias-too",
     "    if bias_ptr is not None:\n        acc += tl.load(bias_ptr",
     "    acc = _activated(acc, ACT)\n    if bias_ptr is not None:\n        acc += tl.load(bias_ptr",
     case("linear", "triton", "m=65,n=33,k=97,dtype=fp32,bias=True,activation=silu"),
-    inside="_product",
+    inside="_gemm",
 )
 OTHERS.add(
     "gelu-tanh-is-gelu",

@@ -15,8 +15,8 @@ from tilery.parts.fp8 import GROUP, ceil_div
 _ADDED = 512  # elements of c that a block of the second launch adds up
 
 
-class Problem(NamedTuple):
-    """What a kernel is built for; M and strides are its arguments."""
+class Specialization(NamedTuple):
+    """What a kernel is built for, besides its config; M and strides are its arguments."""
 
     n: int
     k: int
@@ -27,8 +27,8 @@ class Problem(NamedTuple):
     b_ones: tuple[bool, ...]
 
 
-def product(problem: Problem, config: Any):
-    n, k, format, out, even, a_ones, b_ones = problem
+def product(of: Specialization, config: Any):
+    n, k, format, out, even, a_ones, b_ones = of
     m, lda, ldb = T.dynamic("m"), T.dynamic("lda", "int64"), T.dynamic("ldb", "int64")
     a_steps = tuple(1 if one else T.dynamic(f"a_step{d}", "int64") for d, one in enumerate(a_ones))
     b_steps = tuple(1 if one else T.dynamic(f"b_step{d}", "int64") for d, one in enumerate(b_ones))
@@ -39,20 +39,20 @@ def product(problem: Problem, config: Any):
     # Rows for every warpgroup where there are 64: wgmma then reads b's tile once for all of them.
     apart = T.GemmWarpPolicy.FullRow if config.block_m * 2 >= config.threads else T.GemmWarpPolicy.Square
     light = config.block_m * config.block_n // config.threads <= 32  # sums and products take few of the registers
-    fetched = config.a_scale_shm or config.b_scale_shm
+    in_shared = config.a_scale_shm or config.b_scale_shm
 
     @T.macro
     def multiply(a, a_scale, b, b_scale, c, i, j, z):
         if even:  # what makes TMA of the loads below
             T.assume(lda % 16 == 0)
             T.assume(ldb % 16 == 0)
-        if light:  # setmaxnreg would give a block all registers of a processor, and here several blocks fit
+        if light:  # setmaxnreg would give a block all registers of an SM, and here several blocks fit
             T.no_set_max_nreg()
         a_tile = T.alloc_shared((rows, GROUP), format)
         b_tile = T.alloc_shared((columns, GROUP), format)
         c_tile = T.alloc_shared((rows, columns), out if parts == 1 else "float32")
         own = T.alloc_fragment((rows,), "float32")
-        a_scales = T.alloc_shared((rows,), "float32") if fetched else own
+        a_scales = T.alloc_shared((rows,), "float32") if in_shared else own
         scales = own if config.c_scale_local else T.alloc_shared((rows,), "float32")
         part = T.alloc_fragment(sums, "float32")
         acc = T.alloc_fragment(sums, "float32")
@@ -61,7 +61,7 @@ def product(problem: Problem, config: Any):
             block = z * count + step
             T.copy(a[i * rows, block * GROUP], a_tile, disable_tma=not even)
             T.copy(b[j * columns, block * GROUP], b_tile, disable_tma=not even)
-            if fetched:
+            if in_shared:
                 for r in T.Parallel(rows):
                     a_scales[r] = a_scale[i * rows + r, block]
                 for r in T.Parallel(rows):
@@ -70,7 +70,7 @@ def product(problem: Problem, config: Any):
                 for r in T.Parallel(rows):
                     own[r] = a_scale[i * rows + r, block] * b_scale[j * columns // GROUP, block]
             if not config.c_scale_local:
-                # By way of registers, so that the warps that multiply write them: those that fetch are told too early
+                # By way of registers, so that the warps that multiply write them: those that load are told too early
                 # that a step's place is free, when T.gemm is done and the sum below still reads.
                 T.copy(own, scales)
             if swapped:

@@ -1,0 +1,116 @@
+"""Contracts of products: what is allowed, how operands are checked, drawn and costed, and what peers are asked."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilery.base.errors import BadInput, require
+from tilery.base.spec import Cost, TensorSpec, dtype_name
+from tilery.core import inputs
+from tilery.core.call import Call
+
+# fp32 is true fp32 unless tf32 is asked for, which gives 3e-4 where it is used. One running fp32 sum of 2**14 products
+# gives 2.2e-6.
+ALLOWED = {torch.float32: 5e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+ALLOWED_TF32 = {torch.float32: 1e-3}
+PRECISIONS = ("ieee", "tf32")
+# What cases of products with an epilogue declare as refused: tensor cores round fp32, TMA wants rows on 16 bytes.
+TF32 = {"cuda.hopper": "tf32"}
+TMA = {"cuda.hopper": "16 bytes"}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+# Checks
+
+
+def check_precision(precision: str, dtype: torch.dtype) -> None:
+    require(precision in PRECISIONS, f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    require(
+        precision == "ieee" or dtype == torch.float32,
+        f"precision tf32 is a way to multiply fp32, got {dtype_name(dtype)}",
+    )
+
+
+def check_operand(name: str, x: TensorSpec, sizes: str) -> None:
+    """`sizes` names the dimensions. One of the last two must be contiguous; the others may have any stride."""
+    require(x.dtype in ALLOWED, f"{name} must be {', '.join(map(dtype_name, ALLOWED))}, got {dtype_name(x.dtype)}")
+    count = sizes.count(",") + 1
+    require(len(x.shape) == count, f"{name} must be {sizes}, {count} dimensions, got shape {list(x.shape)}")
+    require(
+        1 in x.strides[-2:] or x.shape[-2] <= 1 or x.shape[-1] <= 1,
+        f"{name} {sizes} must have stride 1 along one of its last two dimensions, got strides {list(x.strides)}; "
+        "call .contiguous() on it",
+    )
+
+
+def check_same_dtype(a: TensorSpec, b: TensorSpec) -> None:
+    require(a.dtype == b.dtype, f"b must be {dtype_name(a.dtype)} as a is, got {dtype_name(b.dtype)}")
+
+
+def allowed(call: Call) -> dict[torch.dtype, float]:
+    return ALLOWED_TF32 if call.precision == "tf32" else ALLOWED
+
+
+# Costs and buckets
+
+
+def cost(m: int, n: int, k: int, *read: TensorSpec | None, epilogue: int = 0) -> Cost:
+    """Cost of c [M, N], in the dtype of the first that is read; `epilogue` flops for each of its elements."""
+    reads = sum(x.nbytes for x in read if x is not None)
+    assert read[0] is not None
+    return Cost((2 * k + epilogue) * m * n, reads, m * n * read[0].dtype.itemsize)
+
+
+def layout(x: TensorSpec) -> str:
+    """'n' where rows are contiguous, 't' where columns are."""
+    return "n" if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.stride(-2) != 1) else "t"
+
+
+# Inputs
+
+
+def draw(
+    count: int, rows: int, columns: int, dtype: str, g: torch.Generator, layout: str = "contiguous",
+    special: str = "none",
+) -> Tensor:  # fmt: skip
+    """Normal values in a [count, rows, columns] view; "transposed": of matrices [columns, rows], each contiguous."""
+    if layout not in inputs.LAYOUTS:
+        raise BadInput(f"layout must be one of {', '.join(inputs.LAYOUTS)}, got {layout!r}")
+    if layout == "transposed":
+        values = inputs.matrix(count * columns, rows, dtype, g, special=special)
+        return values.unflatten(0, (count, columns)).transpose(1, 2)
+    return inputs.matrix(count * rows, columns, dtype, g, layout, special).unflatten(0, (count, rows))
+
+
+# Peers
+
+
+@contextmanager
+def torch_precision(precision: str) -> Iterator[None]:
+    """Inside, torch multiplies fp32 as asked for."""
+    flags, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
+    flags.allow_tf32 = precision == "tf32"
+    try:
+        yield
+    finally:
+        flags.allow_tf32 = before
+
+
+def peer(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A peer of an op whose last argument is the precision, which torch takes by a flag."""
+
+    def call(*args: Any) -> Tensor:
+        with torch_precision(args[-1]):
+            return function(*args)
+
+    return call

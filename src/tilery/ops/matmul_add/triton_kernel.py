@@ -1,8 +1,0 @@
-"""y = alpha · a b + beta · c, in the epilogue of one product."""
-
-from tilery.ops.matmul_add import outputs, product
-from tilery.parts.triton_products import Config, archs, kernel
-
-__all__ = ["Config", "archs", "compile", "configs", "default", "estimate", "refusal", "run"]
-
-refusal, default, configs, estimate, compile, run = kernel(product, outputs)

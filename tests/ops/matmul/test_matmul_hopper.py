@@ -1,0 +1,230 @@
+"""matmul by TMA and wgmma: what it refuses and chooses, what it launches, that both kernels build."""
+
+import pytest
+import torch
+
+from tilery import languages
+from tilery.base.launch import Argument
+from tilery.base.spec import TensorSpec, case
+from tilery.core import policy, tuned
+from tilery.core.cases import call_for
+from tilery.hardware import device
+from tilery.ops import matmul
+
+if why := languages.missing("cuda"):
+    pytest.skip(why, allow_module_level=True)
+
+from tilery.languages import cuda_glue, tensor_maps, toolkit
+from tilery.ops.matmul.cuda.hopper import Config
+from tilery.ops.matmul.cuda.hopper import gemm as kernel
+from tilery.ops.matmul.cuda.hopper_tiles import blocks_at_once
+
+pytestmark = pytest.mark.usefixtures("hopper")
+
+
+def call_of(m=64, n=256, k=1024, dtype="bf16", **more):
+    return call_for(matmul, case(m=m, n=n, k=k, dtype=dtype, **more))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"dtype": "fp32"}, "wgmma takes fp16 and bf16, and would round fp32 to tf32"),
+        ({"layout_b": "contiguous"}, "b must have K contiguous"),
+        ({"layout": "transposed"}, "a must have K contiguous"),
+        ({"k": 1020}, "rows of a must start at multiples of 16 bytes"),
+        ({"layout": "misaligned"}, "a must start at a multiple of 16 bytes"),
+        ({"layout": "padded"}, None),
+        ({"m": 1, "n": 9, "k": 72}, None),
+    ],
+)
+def test_takes_what_tma_can_load(more, said):
+    why = kernel.refusal(call_of(**more))
+    assert why is None if said is None else said in why
+
+
+@pytest.mark.parametrize(
+    ("arch", "more", "refused"),
+    [
+        ("sm_90", {}, None),
+        ("sm_90", {"m": 1}, None),
+        ("sm_90", {"dtype": "fp32"}, "would round fp32 to tf32"),
+        ("sm_90", {"dtype": "fp32", "precision": "tf32"}, "wgmma takes fp16 and bf16"),
+        ("sm_90", {"layout_b": "contiguous"}, "K contiguous"),
+        ("sm_90", {"k": 1020}, "16 bytes"),
+        ("sm_80", {}, "builds for sm_90, and cuda:0 is sm_80"),
+    ],
+)
+def test_is_the_first_that_a_gpu_is_asked_and_the_others_take_what_it_refuses(arch, more, refused, monkeypatch):
+    monkeypatch.setattr(device, "name", lambda where: "a GPU that nothing is tuned for")
+    if refused is not None and (why := languages.missing("triton")):
+        pytest.skip(why)
+    with device.pretend(arch):
+        plan = policy.decide(matmul, call_of(**more), None, None)
+    if refused is None:
+        assert (plan.kernel, plan.source, list(plan.refusals)) == ("cuda.hopper", "default", ["numba"])
+    else:
+        assert plan.kernel == "triton" and refused in plan.refusals["cuda.hopper"]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            Config("large_m", 128, 144, 4),
+            "block_n of the large_m kernel must be one of 32, 48, 64, 96, 128, 160, 192, 224, 256, got",
+        ),
+        (Config("large_m", 128, 128, 4, 8), "split_k of the large_m kernel must be one of 1, 2, 3, 4, got 8"),
+        (Config("large_m", 128, 256, 2, 4), None),
+        (Config("large_m", 128, 256, 2, 3), None),
+        (Config("large_m", 128, 128, 4, 2, multicast=2), "split_k goes with neither multicast nor tma_store"),
+        (Config("large_m", 128, 128, 4, 2, tma_store=True), "split_k goes with neither multicast nor tma_store"),
+        (Config("small_m", 128, 128, 2, 2), None),
+        (Config("small_m", 128, 24, 2, 2), None),
+        (Config("large_m", 128, 128, 4, multicast=4), "multicast of the large_m kernel must be one of 1, 2, got 4"),
+        (Config("small_m", 16, 128, 4, multicast=2), "multicast of the small_m kernel must be one of 1, got 2"),
+        (Config("small_m", 128, 256, 4), "sums of 128 × 256 do not fit the registers of a block"),
+        (Config("large_m", 128, 256, 5), "pipeline of 5 stages takes 246864 bytes of shared memory, 231424 are there"),
+    ],
+)
+def test_says_why_it_refuses_a_config(config, said):
+    why = kernel.refusal(call_of(), config)
+    assert why is None if said is None else said in why
+
+
+def test_a_k_that_is_long_enough_is_split():
+    assert "K must be at least 256 for split_k of 2, got 192" in kernel.refusal(
+        call_of(k=192), Config("large_m", 128, 128, 4, 2)
+    )
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 65, 128, 512, 4096])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (9, 72)])
+def test_the_default_and_all_configs_are_taken(m, n, k):
+    problem = call_of(m, n, k)
+    found = kernel.configs(problem)
+    assert kernel.default(problem) in found and len(found) == len(set(found)) <= 48
+    assert all(kernel.refusal(problem, c) is None for c in found)
+    assert all(kernel.estimate(problem, c).blocks > 0 for c in found)
+
+
+def test_few_rows_are_spread_over_the_sms_and_many_get_large_tiles():
+    def chosen(m, n, k=4096):
+        c = kernel.default(call_of(m, n, k))
+        return c.kernel, c.block_m, c.block_n, c.split_k, c.multicast
+
+    assert chosen(1, 4096) == ("small_m", 8, 64, 2, 1)
+    assert chosen(16, 6144) == ("small_m", 16, 48, 1, 1)  # 128 tiles
+    assert chosen(24, 28672) == ("small_m", 32, 112, 1, 1)  # 256 tiles, two each
+    assert chosen(16, 1280, 8192)[3] == 4
+    assert chosen(128, 4096) == ("large_m", 128, 32, 1, 1)
+    assert chosen(512, 7168) == ("large_m", 128, 224, 1, 1)
+    assert chosen(4096, 4096) == ("large_m", 128, 128, 1, 2)
+    assert chosen(1024, 1280, 8192) == ("large_m", 128, 160, 2, 1)  # 64 tiles, two blocks each
+
+
+def test_another_card_of_the_same_kind_gets_tiles_for_its_sms():
+    with device.pretend("h100-pcie"):  # 114 SMs: 128 tiles of 48 columns would be two waves
+        assert kernel.default(call_of(16, 6144, 4096)).block_n == 56
+
+
+def test_what_an_h200_runs_at_once_in_clusters():
+    assert [blocks_at_once(cluster, 132) for cluster in (1, 2, 3, 4, 8)] == [132, 132, 126, 120, 120]
+
+
+@pytest.mark.parametrize(("m", "cut", "blocks"), [(512, (128, 3), 120), (512, (192, 4), 112), (1024, (256, 3), 120)])
+def test_k_is_split_in_three_or_four_where_tiles_are_few(m, cut, blocks):
+    found = [c for c in kernel.configs(call_of(m, 1280, 8192)) if (c.block_n, c.split_k) == cut]
+    assert found and {c.blocks(m, 1280) for c in found} == {blocks}
+
+
+BUILT = [
+    (Config("large_m", 128, 32, 8), "bf16"),
+    (Config("large_m", 128, 192, 4, tma_store=True), "fp16"),
+    (Config("large_m", 128, 256, 3, tma_store=True, multicast=2), "bf16"),
+    (Config("large_m", 128, 256, 4), "bf16"),
+    (Config("large_m", 128, 160, 6, 2), "bf16"),
+    (Config("large_m", 128, 256, 4, 3), "bf16"),  # blocks reduce 10, 11 and 11 eights of the columns
+    (Config("large_m", 128, 224, 4, 4), "fp16"),
+    (Config("small_m", 8, 112, 4, 1), "bf16"),
+    (Config("small_m", 64, 48, 4, 8), "fp16"),
+    (Config("small_m", 128, 128, 3, 2), "bf16"),
+]
+
+
+@pytest.mark.parametrize(("config", "dtype"), BUILT, ids=lambda v: str(v))
+def test_both_kernels_build_and_keep_products_in_flight(config, dtype):
+    made = policy.compiled(matmul, "cuda.hopper", call_of(dtype=dtype), config, "sm_90")
+    sass = toolkit.sass(made.cubin)
+    columns = config.block_n if config.large_m else config.block_m
+    assert made.spills == 0 and f"HGMMA.64x{columns}x16.F32" in sass and "UTMALDG.2D" in sass
+    assert "DEPBAR.LE gsb0, 0x1" in sass  # one k-block is multiplied while the next is waited for
+    assert ("MULTICAST" in sass) == (config.multicast > 1) and ("UTMASTG.2D" in sass) == config.tma_store
+
+
+@pytest.mark.parametrize(
+    ("m", "config", "blocks", "boxes"),
+    [
+        (40, Config("small_m", 16, 128, 4, 2), 3 * 3 * 2, [16, 128]),
+        (40, Config("small_m", 16, 56, 4), 3 * 5, [16, 56]),
+        (3000, Config("small_m", 16, 56, 4), 132, [16, 56]),
+        (300, Config("large_m", 128, 256, 4, 2), 3 * 2 * 2, [128, 256]),
+        (300, Config("large_m", 128, 128, 4, 3), 3 * 3 * 3, [128, 128]),
+        (300, Config("large_m", 128, 256, 4), 3 * 2, [128, 256]),
+        (300, Config("large_m", 128, 256, 3, tma_store=True, multicast=2), 4 * 2, [128, 128, 64]),
+        (30_000, Config("large_m", 128, 256, 4, multicast=2), 132, [128, 128]),
+    ],
+)
+def test_launches_as_planned(m, config, blocks, boxes, launches):
+    made, maps = launches
+    n, k = 264, 256
+    args = matmul.complete((), matmul.inputs(m=m, n=n, k=k, device="cpu"))
+    a, b, _ = args
+    c = torch.empty(m, n, dtype=torch.bfloat16)
+    (launch,) = kernel.launches(matmul.call(matmul.specs(args)), config)
+    cuda_glue.bind(launch, torch.device("cuda:0"))((*args, c))
+    ((built, (grid, *given, pointer, rows, columns, depth)),) = made
+    assert (grid, pointer, rows, columns, depth) == (blocks, c.data_ptr(), m, n, k)
+    assert (built.threads, built.shared, built.cluster) == (config.threads, config.shared, config.cluster)
+    whats = (a.data_ptr(), (k, m), (k,)), (b.data_ptr(), (k, n), (k,)), (c.data_ptr(), (n, m), (n,))
+    given_maps = [*maps[:2], maps[2]] if config.tma_store else maps[:2]
+    assert given_maps == [(*what, (box,), 2) for what, box in zip(whats, boxes)]
+    assert len(given) == (3 if config.large_m else 2)
+    if config.large_m and not config.tma_store:  # it takes a map that it does not use
+        assert maps[2] == maps[0]
+
+
+def test_a_sum_of_nothing_is_zero_and_needs_no_map(launches):
+    c = torch.full((3, 4), float("nan"), dtype=torch.bfloat16)
+    args = torch.empty(3, 0, dtype=torch.bfloat16), torch.empty(4, 0, dtype=torch.bfloat16).t(), "ieee"
+    (launch,) = kernel.launches(matmul.call(matmul.specs(args)), Config("small_m", 8, 64, 4))
+    launch.run((*args, c))
+    assert not c.any() and launches == ([], [])
+
+
+@pytest.mark.parametrize("k", [1, 3, 72])
+def test_a_single_row_of_any_length_has_a_map(k, monkeypatch):
+    """No step is taken along one row, but the driver wants it to be a multiple of 16 bytes."""
+    made = []
+    monkeypatch.setattr(tensor_maps, "_made", lambda *how: made.append(how))
+    x = Argument.at_slot(TensorSpec.contiguous((1, k), torch.bfloat16, "cuda:0"), 0)
+    tensor_maps.of_matrix(x, 64).bound((torch.empty(1, k, dtype=torch.bfloat16),))
+    ((_, sizes, (step,), *_),) = made
+    assert sizes == (k, 1) and step >= k and step * 2 % 16 == 0
+
+
+def test_files_with_the_old_names_are_read():
+    old = {
+        "form": "few",
+        "block_m": 8,
+        "block_n": 64,
+        "stages": 6,
+        "splits": 4,
+        "group": 8,
+        "staged": False,
+        "share": 1,
+    }
+    assert Config(**tuned.present_fields(Config, old)) == Config("small_m", 8, 64, 6, 4)
+    wide = old | {"form": "wide", "block_m": 128, "splits": 1, "staged": True, "share": 2, "group": 4}
+    expected = Config("large_m", 128, 64, 6, group_m=4, tma_store=True, multicast=2)
+    assert Config(**tuned.present_fields(Config, wide)) == expected
