@@ -75,7 +75,8 @@ class Scalar:
         return Scalar(self.slot, self.kind, function if before is None else lambda value: function(before(value)))
 
     def value(self, values: Values) -> Any:
-        found = self.kind(values[self.slot])  # an int is taken where a float is declared
+        given = values[self.slot]
+        found = given if given is None else self.kind(given)  # an int is taken where a float is declared
         return found if self.function is None else self.function(found)
 
     @property

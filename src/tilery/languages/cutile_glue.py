@@ -1,7 +1,8 @@
 """cuTile: compile a launch for an architecture that need not be present, and run it on torch's stream.
 
 In a `Launch`, `kernel` is what `ct.kernel` decorates, `constants` are its `ct.Constant` parameters and `options` hints
-to the compiler (num_worker_warps, num_ctas, occupancy). Tensors are passed as arrays.
+to the compiler (num_worker_warps, num_ctas, occupancy). Tensors are passed as arrays. A constant may be a `Scalar`,
+whose few values have code of their own each.
 """
 
 import functools
@@ -10,6 +11,7 @@ import io
 import subprocess
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cuda.tile as ct
@@ -105,7 +107,8 @@ def grid_refusal(blocks: int) -> str | None:
 
 
 def compile(launch: Launch, arch: str) -> Artifact:
-    return _compiled(_hinted(launch.kernel, **launch.options), _ordered(launch), arch)
+    constants = {n: x.example if isinstance(x, Scalar) else x for n, x in launch.constants.items()}
+    return _compiled(_hinted(launch.kernel, **launch.options), _ordered(replace(launch, constants=constants)), arch)
 
 
 def legacy_compile(launch, arch):

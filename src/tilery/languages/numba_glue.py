@@ -38,9 +38,8 @@ jit = numba.njit(**_OPTIONS)
 def _folder() -> str | None:
     """Where compiled code is kept. Numba does not notice edits of helpers, so the name holds the text of them all."""
     package = Path(__file__).parents[1]
-    helpers = sorted(
-        (*package.glob("languages/numba_*.py"), *package.glob("parts/numba_*.py"), *package.glob("ops/**/numba*.py"))
-    )
+    names = ("languages/numba_*.py", "parts/numba_*.py", "ops/**/numba*.py", "ops/**/numba/*.py")
+    helpers = sorted(path for name in names for path in package.glob(name))
     name = hashlib.sha256(b"".join(p.read_bytes() for p in helpers)).hexdigest()[:12]
     folder = Path(_config.CACHE_DIR or settings.get().cache_dir / "numba") / name
     try:

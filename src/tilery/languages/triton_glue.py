@@ -1,7 +1,8 @@
 """Triton and Gluon: compile a launch for an architecture that need not be present, and run it on torch's stream.
 
 In a `Launch`, `kernel` is a JIT function, `constants` its constexpr parameters and `options` what Triton's compiler
-takes (num_warps, num_stages …). Tensors are passed as pointers; a tuple, named or not, is a group of arguments.
+takes (num_warps, num_stages …). Tensors are passed as pointers; a tuple, named or not, is a group of arguments. A
+constant may be a `Scalar`, whose few values have code of their own each.
 """
 
 import functools
@@ -183,7 +184,8 @@ def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
     """What runs the launch for a call's values, on the current device and torch's current stream.
 
     Triton's own launcher looks at every argument at every call. Here what decides the code is fixed by the plan, so
-    only the first call goes that way; the others go to the compiled kernel.
+    only the first call goes that way, and the first for each value of scalars among the constants; the others go to the
+    compiled kernel.
     """
     kernel, options = launch.kernel, _options(launch, where)
     grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)
@@ -198,16 +200,18 @@ def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
     if not _one_code(launch):
         return every_time
     sizes = (*grid, 1, 1)[:3]
-    compiled: dict[int, tuple[Any, Any, Any]] = {}  # device -> the launcher, the function and its metadata
+    deciding = tuple(x for x in launch.constants.values() if isinstance(x, Scalar))
+    compiled: dict[Any, tuple[Any, Any, Any]] = {}  # device, deciding values -> launcher, function and its metadata
     current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
     def run(values: Values) -> None:
         index = current_device()
-        found = compiled.get(index)
+        code = (index, *[x.value(values) for x in deciding]) if deciding else index
+        found = compiled.get(code)
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         if found is None or _called(enter) or _called(leave):
             made = every_time(values)
-            compiled[index] = made.run, made.function, made.packed_metadata
+            compiled[code] = made.run, made.function, made.packed_metadata
             return
         start, function, metadata = found
         start(*sizes, current_stream(index), function, metadata, None, enter, leave, *resolved(values))
