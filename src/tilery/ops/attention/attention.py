@@ -44,7 +44,7 @@ def reads(op: Op, call: AttentionCall) -> int:
 # Backward
 
 
-def check_backward(call: Any) -> None:
+def check_backward(call: BackwardCall) -> None:
     heads.check_heads("q", call.q, call.layout)
     check_qkv(call)
     check_packed(call)
@@ -131,7 +131,7 @@ def cost_lse(call: AttentionCall) -> Cost:
     return Cost(flops, read, written + _lse_spec(call).nbytes)
 
 
-def bucket(call: Any) -> Bucket:
+def bucket(call: AttentionCall) -> Bucket:
     options = {
         "causal": call.causal, "softcap": call.softcap, "mask": call.key_mask, "bias": call.bias,
         "slopes": call.slopes, "sinks": call.sinks,

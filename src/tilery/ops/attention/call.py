@@ -67,13 +67,27 @@ def max_splits(splits: int, keys: int, min_keys: int) -> int:
     return max(min(splits, ceil_div(keys, min_keys), max(FEW_SPLITS, ceil_div(keys, 2 * min_keys))), 1)
 
 
-def _softmax_scale(scale: Scalar, head_dim: int) -> Scalar:
-    """The factor of scores: the given one, or 1 / sqrt of a head's size where that is None."""
-    default = head_dim**-0.5
-    return scale.then(lambda given: default if given is None else given)
+class _HeadsCall(Call):
+    """What all of these calls have."""
+
+    @property
+    def lse(self) -> Any:
+        """None where it is not asked for."""
+        return self._values.get("lse")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def softmax_scale(self) -> Scalar:
+        """The factor of scores: the given one, or 1 / sqrt of a head's size where that is None."""
+        default = self.head_dim**-0.5
+        return self.scale.then(lambda given: default if given is None else given)
 
 
-class AttentionCall(Call):
+class AttentionCall(_HeadsCall):
     """A call of attention or attention_lse. Packed sequences (layout thd) begin and end where cu_seqlens say."""
 
     q: TensorSpec  # in contracts' backward and indices the tensors themselves
@@ -93,11 +107,6 @@ class AttentionCall(Call):
         return self.layout == "thd"
 
     @property
-    def lse(self) -> Any:
-        """None where it is not asked for."""
-        return self._values.get("lse")
-
-    @property
     def batch(self) -> int:
         """Sequences."""
         return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
@@ -109,11 +118,6 @@ class AttentionCall(Call):
     @property
     def kv_heads(self) -> int:
         return self._size(self.k, 2)
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a key head."""
-        return self.heads // self.kv_heads
 
     @property
     def tokens(self) -> int:
@@ -148,10 +152,6 @@ class AttentionCall(Call):
     @property
     def effective_window(self) -> int:
         return effective_window(self.window, self.queries, self.keys)
-
-    @property
-    def softmax_scale(self) -> Scalar:
-        return _softmax_scale(self.scale, self.head_dim)
 
     def strides(self, x: TensorSpec) -> Strides:
         """Strides of one of the call's tensors; all packed sequences are one."""
@@ -212,7 +212,7 @@ class MlaCall(UnwindowedCall):
         return self.q_rope.shape[-1]
 
 
-class PagedCall(Call):
+class PagedCall(_HeadsCall):
     """A call of attention_decode, q [B, Q, H, D], or of attention_chunked, whose queries are packed: q [T, H, D]."""
 
     q: TensorSpec
@@ -228,11 +228,6 @@ class PagedCall(Call):
     def cu_seqlens_q(self) -> Any:
         """Where the queries of each sequence begin and end; None where all sequences have as many."""
         return self._values.get("cu_seqlens_q")
-
-    @property
-    def lse(self) -> Any:
-        """None where there is none, in all ops but mla_decode."""
-        return self._values.get("lse")
 
     @property
     def key_cache(self) -> TensorSpec:
@@ -264,11 +259,6 @@ class PagedCall(Call):
         return self.k_cache.shape[2]
 
     @property
-    def group(self) -> int:
-        """Query heads that share a key head."""
-        return self.heads // self.kv_heads
-
-    @property
     def rows(self) -> int:
         """Rows of a sequence and a key head, at most: its query tokens times the heads of a group."""
         return self.queries * self.group
@@ -296,10 +286,6 @@ class PagedCall(Call):
     @property
     def effective_window(self) -> int:
         return effective_window(self.window, self.queries, self.max_keys)
-
-    @property
-    def softmax_scale(self) -> Scalar:
-        return _softmax_scale(self.scale, self.head_dim)
 
     @property
     def fp8_format(self) -> str | None:

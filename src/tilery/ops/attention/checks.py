@@ -114,14 +114,14 @@ def _check_per_head(name: str, x: TensorSpec | None, heads: int) -> None:
         require(fits, f"{name} must be fp32[{heads}], one for each head of q, and contiguous, got {_said(x)}")
 
 
-def _check_key_mask(call: Any) -> None:
+def _check_key_mask(call: AttentionCall) -> None:
     mask, shape = call.key_mask, (call.batch, call.keys)
     if mask is not None:
         fits = mask.dtype == torch.bool and tuple(mask.shape) == shape
         require(fits, f"key_mask must be bool{list(shape)}, True where a key is seen, got {_said(mask)}")
 
 
-def _check_bias(call: Any) -> None:
+def _check_bias(call: AttentionCall) -> None:
     bias, batch, heads = call.bias, call.batch, call.heads
     if bias is not None:
         kinds = dict.fromkeys((*([] if call.is_fp8 else [call.q.dtype]), torch.float32))

@@ -29,7 +29,7 @@ def check_queries(q: TensorSpec, shape: str) -> None:
     require(q.stride(-1) == 1, f"q must have stride 1 along its last dimension, got {q.stride(-1)}")
 
 
-def check_cache(call: Any, sequences: int) -> None:
+def check_cache(call: PagedCall, sequences: int) -> None:
     """Paged with a table, [B, S, kv_heads, D] without."""
     q, k_cache, v_cache, table = call.q, call.k_cache, call.v_cache, call.block_table
     (heads, size), shape = q.shape[-2:], k_cache.shape
@@ -59,7 +59,7 @@ def check_int32(name: str, x: TensorSpec, shape: tuple[int | None, ...], what: s
     require(x.stride(-1) == 1 or x.shape[-1] <= 1, f"{name} must be contiguous, got strides {list(x.strides)}")
 
 
-def check_scoring(call: Any) -> None:
+def check_scoring(call: PagedCall) -> None:
     sinks, heads = call.sinks, call.q.shape[-2]
     if sinks is not None:
         fits = sinks.dtype == torch.float32 and sinks.shape == (heads,)
@@ -123,7 +123,7 @@ def cost(call: PagedCall, queries: int) -> Cost:
     return Cost(int(4 * (q.nbytes // q.dtype.itemsize) * keys_of_query), q.nbytes + values, q.nbytes)
 
 
-def bucket(call: Any) -> str:
+def bucket(call: PagedCall) -> str:
     """What must be the same: not the batch, for a sequence must give the same bits in any."""
     exact = f"q={call.heads},kv={call.kv_heads},d={call.head_dim},{dtype_name(call.q.dtype)}"
     exact += f",cache={dtype_name(call.k_cache.dtype)},page={call.page},window={call.effective_window}"

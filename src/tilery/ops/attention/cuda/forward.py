@@ -84,7 +84,7 @@ class Attention(Kernel):
     archs = ("sm_90",)
     Config = Config
 
-    def refusal(self, call: Any, config: Config | None = None) -> str | None:
+    def refusal(self, call: AttentionCall, config: Config | None = None) -> str | None:
         if call.q.dtype not in (torch.float16, torch.bfloat16):
             return f"multiplies fp16 and bf16 alone, got {dtype_name(call.q.dtype)}"
         asked = {
@@ -141,7 +141,7 @@ class Attention(Kernel):
         blocks = call.batch * call.heads * ceil_div(call.queries, config.block_m)
         return Work(blocks, 4 * config.block_m * keys * columns(call.head_dim), moved)
 
-    def launches(self, call: Any, config: Config) -> list[Launch | Host]:
+    def launches(self, call: AttentionCall, config: Config) -> list[Launch | Host]:
         if call.key_tokens == 0 and not call.packed:
             clear = Host(torch.Tensor.zero_, (call.out,))
             return [clear] if call.lse is None else [clear, fill(call.lse, -torch.inf)]

@@ -56,7 +56,7 @@ class Paged(Kernel):
     archs = ("sm_90",)
     Config = Config
 
-    def refusal(self, call: Any, config: Config | None = None) -> str | None:
+    def refusal(self, call: PagedCall, config: Config | None = None) -> str | None:
         if call.q.dtype not in (torch.float16, torch.bfloat16):
             return f"multiplies fp16 and bf16 alone, got {dtype_name(call.q.dtype)}"
         asked = {
@@ -121,7 +121,7 @@ class Paged(Kernel):
                 found["empty_table"] = TensorSpec.contiguous(call.block_table.shape, torch.int32, where)
         return found
 
-    def launches(self, call: Any, config: Config) -> list[Launch | Host]:
+    def launches(self, call: PagedCall, config: Config) -> list[Launch | Host]:
         found: list[Launch | Host] = []
         table, caches = call.block_table, (call.k_cache, call.v_cache)
         if not all(call.k_cache.shape[:2]):
@@ -158,7 +158,7 @@ class Paged(Kernel):
         return found
 
 
-def _combination(call: Any, splits: int) -> Launch:
+def _combination(call: PagedCall, splits: int) -> Launch:
     """A warp has a row."""
     rows = call.tokens * call.heads
     args = {"partial_out": call.partial_out, "partial_stats": call.partial_stats, "out": call.out, "rows": rows}

@@ -4,7 +4,6 @@ They come by TMA if they lie on 16 bytes.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import cuda.tile as ct
 import torch
@@ -106,7 +105,7 @@ class Attention(Kernel):
     archs = ARCHS
     Config = Config
 
-    def refusal(self, call: Any, config: Config | None = None) -> str | None:
+    def refusal(self, call: AttentionCall, config: Config | None = None) -> str | None:
         asked = {
             "packed sequences": call.packed, "fp8": call.is_fp8, "key_mask": call.key_mask is not None,
             "bias": call.bias is not None, "slopes": call.slopes is not None, "sinks": call.sinks is not None,
@@ -135,7 +134,7 @@ class Attention(Kernel):
         moved = (config.tile_m + keys) * width * call.q.dtype.itemsize
         return Work(_blocks(call, config), 2 * config.tile_m * keys * width, moved)
 
-    def launches(self, call: Any, config: Config) -> list[Launch | Host]:
+    def launches(self, call: AttentionCall, config: Config) -> list[Launch | Host]:
         """All tensors are seen as [B, S, H, D]."""
         if call.keys == 0:  # TMA cannot describe an empty array
             return [Host(torch.Tensor.zero_, (call.out,))]

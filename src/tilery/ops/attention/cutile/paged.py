@@ -11,7 +11,7 @@ import torch
 from tilery.base.launch import Argument, Host, Launch
 from tilery.base.spec import TensorSpec, Work
 from tilery.core.kernel import Kernel
-from tilery.ops.attention.call import PagedCall, ceil_div, next_power_of_2
+from tilery.ops.attention.call import MlaDecodeCall, PagedCall, ceil_div, next_power_of_2
 from tilery.ops.attention.cutile.paged_kernel import combine, paged_attention
 from tilery.ops.attention.cutile.softmax import ARCHS, config_refusal, reach_refusal, size_refusal
 from tilery.ops.attention.indices import fill_without_keys
@@ -47,14 +47,14 @@ class Paged(Kernel):
     Config = Config
     size_name: str  # what the size of a head is called
 
-    def operands(self, call: Any) -> Operands:
+    def operands(self, call: PagedCall) -> Operands:
         raise NotImplementedError
 
-    def candidates(self, call: Any) -> list[Config]:
+    def candidates(self, call: PagedCall) -> list[Config]:
         """Likely the best first; those that spill registers, compiled for sm_90, are left out."""
         raise NotImplementedError
 
-    def refusal(self, call: Any, config: Config | None = None) -> str | None:
+    def refusal(self, call: PagedCall, config: Config | None = None) -> str | None:
         config, x = config or self.default(call), self.operands(call)
         arrays = {"q": call.q, "the cache": x.k} | ({} if x.q_rope is None else {"q_rope": x.q_rope})
         why = size_refusal(call.q.dtype, **{self.size_name: call.head_dim}) or reach_refusal(**arrays)
@@ -69,10 +69,10 @@ class Paged(Kernel):
         sizes = {"rows": config.rows, "keys": config.keys, "splits": config.splits}
         return config_refusal(most, config.num_worker_warps, **sizes)
 
-    def default(self, call: Any) -> Config:
+    def default(self, call: PagedCall) -> Config:
         return self.candidates(call)[0]
 
-    def configs(self, call: Any) -> list[Config]:
+    def configs(self, call: PagedCall) -> list[Config]:
         return [c for c in self.candidates(call) if self.refusal(call, c) is None]
 
     def workspace(self, call: PagedCall, config: Config) -> dict[str, TensorSpec]:
@@ -85,7 +85,7 @@ class Paged(Kernel):
             "partial_stats": TensorSpec.contiguous((2, splits, rows), torch.float32, where),
         }
 
-    def estimate(self, call: Any, config: Config) -> Work:
+    def estimate(self, call: PagedCall, config: Config) -> Work:
         splits, (tokens, heads), x = _splits(call, config), _tile(call, config), self.operands(call)
         keys, size = ceil_div(call.max_keys, splits), call.head_dim
         rope = 0 if x.q_rope is None else x.q_rope.shape[3]
@@ -93,7 +93,7 @@ class Paged(Kernel):
         written = tokens * heads * size * (8 if splits > 1 else call.q.dtype.itemsize)
         return Work(_blocks(call, config), 2 * tokens * heads * keys * (2 * size + rope), read + written)
 
-    def launches(self, call: Any, config: Config) -> list[Launch | Host]:
+    def launches(self, call: PagedCall, config: Config) -> list[Launch | Host]:
         if call.max_keys == 0 or call.key_cache.shape[0] == 0:  # TMA cannot describe an empty array
             return [Host(fill_without_keys, (call.out, call.lse, call.lengths, call.max_keys))]
         (batch, queries, heads, size), lse = call.q.shape, call.lse
@@ -128,7 +128,7 @@ class Paged(Kernel):
             found.append(self._combine(call, config, x.k, table))
         return found
 
-    def _combine(self, call: Any, config: Config, k: Any, table: Any) -> Launch:
+    def _combine(self, call: PagedCall, config: Config, k: Any, table: Any) -> Launch:
         size, rows, piece = call.head_dim, call.tokens * call.heads, _piece(call, config)
         out = call.out.view((rows, size), (size, 1))
         args = {
@@ -175,10 +175,10 @@ def _grouped(x: Argument, kv_heads: int) -> Argument:
 class AttentionDecode(Paged):
     size_name = "D"
 
-    def operands(self, call: Any) -> Operands:
+    def operands(self, call: PagedCall) -> Operands:
         return Operands(call.k_cache, call.v_cache)
 
-    def refusal(self, call: Any, config: Config | None = None) -> str | None:
+    def refusal(self, call: PagedCall, config: Config | None = None) -> str | None:
         asked = {
             "fp8": call.k_scale is not None, "sinks": call.sinks is not None, "window": call.window > 0,
             "softcap": call.softcap > 0,
@@ -187,7 +187,7 @@ class AttentionDecode(Paged):
             return f"takes plain attention alone, got {', '.join(extras)}"
         return super().refusal(call, config)
 
-    def candidates(self, call: Any) -> list[Config]:
+    def candidates(self, call: PagedCall) -> list[Config]:
         """Few rows by mma.sync, many by wgmma, which takes 64 of them; fp32 without tensor cores."""
         splits = max(_PROGRAMS // next_power_of_2(call.kv_heads), 1)
         if call.q.dtype == torch.float32:
@@ -205,11 +205,11 @@ class AttentionDecode(Paged):
 class MlaDecode(Paged):
     size_name = "L"
 
-    def operands(self, call: Any) -> Operands:
+    def operands(self, call: MlaDecodeCall) -> Operands:
         latent, rope = call.latent_dim, call.rope_dim
         return Operands(_columns(call.cache, 0, latent), q_rope=call.q_rope, k_rope=_columns(call.cache, latent, rope))
 
-    def candidates(self, call: Any) -> list[Config]:
+    def candidates(self, call: MlaDecodeCall) -> list[Config]:
         """64 rows even where there are fewer: without wgmma keys that are values too spill registers."""
         if call.q.dtype == torch.float32:
             return [Config(16, 16, 64, num_worker_warps=8)]

@@ -11,7 +11,7 @@ from tilery.core.kernel import Kernel
 from tilery.languages import numba_elements
 from tilery.languages.numba_elements import DEPTH, ROWS
 from tilery.languages.numba_glue import threads
-from tilery.ops.attention.call import broadcast_stride, ceil_div
+from tilery.ops.attention.call import AttentionCall, MlaCall, MlaDecodeCall, PagedCall, broadcast_stride, ceil_div
 from tilery.ops.attention.numba.blocks import Arguments
 from tilery.ops.attention.numba.forward_kernel import Dtypes, Scoring, Sizes, Strides, Tensors, attention_kernel
 from tilery.ops.attention.numba.products import BLOCK, DTYPE_CODES, padded
@@ -112,7 +112,7 @@ def _per_head(scale: TensorSpec | None) -> int:
 class Attention(NumbaAttention):
     """attention and attention_lse, which differ in whether the call has an lse."""
 
-    def sizes(self, call: Any) -> Sizes:
+    def sizes(self, call: AttentionCall) -> Sizes:
         packed = (call.tokens, call.key_tokens) if call.packed else (0, 0)
         sizes = Sizes(
             call.batch, call.kv_heads, call.group, call.queries, call.keys,
@@ -120,7 +120,7 @@ class Attention(NumbaAttention):
         )  # fmt: skip
         return sizes._replace(packed=packed[0], packed_keys=packed[1])
 
-    def arguments(self, call: Any) -> Arguments:
+    def arguments(self, call: AttentionCall) -> Arguments:
         lse, bias, mask = call.lse, call.bias, call.key_mask
         strides = _of_qkv(call)
         if lse is not None:
@@ -141,21 +141,21 @@ class Attention(NumbaAttention):
         return Arguments(tensors, strides, self.sizes(call), scoring, dtypes)
 
 
-def _of_qkv(call: Any) -> Strides:
+def _of_qkv(call: AttentionCall) -> Strides:
     return Strides(*(_bytes(x, *call.strides(x)) for x in (call.q, call.k, call.v, call.out)))
 
 
-def _dtypes(call: Any) -> Dtypes:
+def _dtypes(call: AttentionCall) -> Dtypes:
     return Dtypes(DTYPE_CODES[call.q.dtype], DTYPE_CODES[call.k.dtype], DTYPE_CODES[call.out.dtype])
 
 
 class Mla(Attention):
     """Attention whose heads lie in two tensors, the second part of the keys being one for all heads."""
 
-    def sizes(self, call: Any) -> Sizes:
+    def sizes(self, call: MlaCall) -> Sizes:
         return super().sizes(call)._replace(q_rope=call.rope_dim, k_rope=call.rope_dim)
 
-    def arguments(self, call: Any) -> Arguments:
+    def arguments(self, call: MlaCall) -> Arguments:
         by_query, by_key = call.strides(call.q_rope), call.strides(call.k_rope)._replace(head=0)
         strides = _of_qkv(call)._replace(q_rope=_bytes(call.q, *by_query), k_rope=_bytes(call.k, *by_key))
         tensors = Tensors(
@@ -167,14 +167,14 @@ class Mla(Attention):
 
 
 class AttentionChunked(NumbaAttention):
-    def sizes(self, call: Any) -> Sizes:
+    def sizes(self, call: PagedCall) -> Sizes:
         size, packed = call.head_dim, call.q.shape[0] if call.cu_seqlens_q is not None else 0
         return Sizes(
             call.batch, call.kv_heads, call.group, call.queries, call.max_keys, size, size, size,
             page=call.page, packed=packed, pages=call.k_cache.shape[0],
         )  # fmt: skip
 
-    def arguments(self, call: Any) -> Arguments:
+    def arguments(self, call: PagedCall) -> Arguments:
         q, k, out = call.q, call.k_cache, call.out
         by_page = _bytes(k, *k.strides[:3])
         of_out = (*([] if call.cu_seqlens_q is None else [0]), *out.strides[:-1])
@@ -200,14 +200,14 @@ class MlaDecode(NumbaAttention):
 
     splits_keys = True
 
-    def sizes(self, call: Any) -> Sizes:
+    def sizes(self, call: MlaDecodeCall) -> Sizes:
         latent, width = call.latent_dim, call.latent_dim + call.rope_dim
         return Sizes(
             call.batch, 1, call.heads, call.queries, call.max_keys, latent, width, latent,
             q_rope=call.rope_dim, page=call.page, pages=call.cache.shape[0],
         )  # fmt: skip
 
-    def arguments(self, call: Any) -> Arguments:
+    def arguments(self, call: MlaDecodeCall) -> Arguments:
         q, cache, lse = call.q, call.cache, call.lse
         by_page = _bytes(cache, cache.stride(0), cache.stride(1), 0)
         strides = Strides(

@@ -311,7 +311,7 @@ class AttentionBackward(Kernel):
     def workspace(self, call: BackwardCall, config: Config) -> dict[str, TensorSpec]:
         return {"delta": TensorSpec.contiguous(call.lse.shape, torch.float32, call.lse.device)}
 
-    def launches(self, call: Any, config: Config) -> list[Launch]:
+    def launches(self, call: BackwardCall, config: Config) -> list[Launch]:
         q, k, v, dout, result, dq, dk, dv = (
             Strided(x, *call.strides(x))
             for x in (call.q, call.k, call.v, call.dout, call.result, call.dq, call.dk, call.dv)
@@ -346,7 +346,7 @@ def _block(size: int) -> int:
     return max(next_power_of_2(size), 16)
 
 
-def _even(call: Any) -> bool:
+def _even(call: BackwardCall) -> bool:
     """Whether rows start on 16 bytes; where not, values pass through registers on their way."""
     tensors = call.q, call.k, call.v, call.dout
     steps = [step for x in tensors for step in call.strides(x)]

@@ -266,7 +266,7 @@ class Attention(Kernel):
     archs = ARCHS
     Config = Tiles
 
-    def refusal(self, call: Any, config: Tiles | None = None) -> str | None:
+    def refusal(self, call: AttentionCall, config: Tiles | None = None) -> str | None:
         if config is None:
             return None
         if why := tiles.size_refusal(config):
@@ -275,7 +275,7 @@ class Attention(Kernel):
             return why
         return tiles.shared_refusal(call.q, config, self._shared(call, config))
 
-    def _shared(self, call: Any, config: Tiles) -> int:
+    def _shared(self, call: AttentionCall, config: Tiles) -> int:
         """The tile of queries, and what comes in stages: keys, values, the bias."""
         head_dim, value_dim = next_power_of_2(call.head_dim), next_power_of_2(call.value_dim)
         streamed = config.num_stages * config.block_n * (head_dim + value_dim) * call.q.dtype.itemsize
@@ -283,10 +283,10 @@ class Attention(Kernel):
             streamed += config.num_stages * config.block_m * config.block_n * call.bias.dtype.itemsize
         return int(config.block_m * head_dim * call.q.dtype.itemsize + streamed)
 
-    def default(self, call: Any) -> Tiles:
+    def default(self, call: AttentionCall) -> Tiles:
         return next(c for c in self._preferred(call) if self.refusal(call, c) is None)
 
-    def _preferred(self, call: Any) -> list[Tiles]:
+    def _preferred(self, call: AttentionCall) -> list[Tiles]:
         """Best first; where shared memory is short, later ones fit. What is usual spills no registers."""
         large = call.head_dim > 128
         if call.q.dtype == torch.float32:
@@ -307,7 +307,7 @@ class Attention(Kernel):
             Tiles(32, 32, 4, 1),
         ]
 
-    def configs(self, call: Any) -> list[Tiles]:
+    def configs(self, call: AttentionCall) -> list[Tiles]:
         if call.q.dtype == torch.float32:
             sizes = [(16, 32, 4), (32, 16, 4), (32, 32, 4), (32, 32, 8)]
             found = [Tiles(*size, 2) for size in sizes]
@@ -319,13 +319,13 @@ class Attention(Kernel):
             found += [Tiles(*size, stages) for size in ((64, 32, 4), (64, 64, 4), (128, 64, 8)) for stages in (2, 3)]
         return [c for c in found if self.refusal(call, c) is None]
 
-    def estimate(self, call: Any, config: Tiles) -> Work:
+    def estimate(self, call: AttentionCall, config: Tiles) -> Work:
         programs = call.batch * call.heads * ceil_div(call.queries, config.block_m)
         keys, width = call.keys_of_tile(config.block_n), call.head_dim + call.value_dim
         moved = (config.block_m + keys) * width * call.q.dtype.itemsize
         return Work(programs, 2 * config.block_m * keys * width, moved)
 
-    def launches(self, call: Any, config: Tiles) -> list[Launch]:
+    def launches(self, call: AttentionCall, config: Tiles) -> list[Launch]:
         count = ceil_div(call.queries, config.block_m)
         pairs = (call.batch + call.packed) * call.heads  # packed tokens of no sequence are a sequence too
         args = {
@@ -354,7 +354,7 @@ class Attention(Kernel):
         return [Launch(_forward, pairs * count, args, constants, config.options)]
 
 
-def _operands(call: Any, config: Tiles) -> dict[str, Any]:
+def _operands(call: AttentionCall, config: Tiles) -> dict[str, Any]:
     """q, k, v and out: pointers, or descriptors for TMA. It cannot write a part of a tile."""
     q, k, v = (_known(x) for x in (call.q, call.k, call.v))
     if not config.tma:
@@ -378,18 +378,18 @@ def _lse(call: AttentionCall) -> Lse:
     return Lse(call.lse, broadcast_stride(call.lse, 0), broadcast_stride(call.lse, 1))
 
 
-def _key_mask(call: Any) -> KeyMask:
+def _key_mask(call: AttentionCall) -> KeyMask:
     mask = call.key_mask
     as_bytes = None if mask is None else mask._replace(dtype=torch.uint8)
     return KeyMask(as_bytes, broadcast_stride(mask, 0), broadcast_stride(mask, 1))
 
 
-def _bias(call: Any) -> Bias:
+def _bias(call: AttentionCall) -> Bias:
     sequence, head, query, key = (broadcast_stride(call.bias, dim) for dim in range(4))
     return Bias(call.bias, sequence, head, query, key)
 
 
-def _scale_first(call: Any) -> Any:
+def _scale_first(call: AttentionCall) -> Any:
     """Whether logits are made before their maximum is found.
 
     Otherwise the kernel scales as it takes exponentials. Then the largest score must be that of the largest logit, so a

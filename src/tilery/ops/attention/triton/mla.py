@@ -1,6 +1,6 @@
 """mla in Triton: a program per tile of queries of one head; keys, their turned part and values stream past it."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -174,7 +174,7 @@ class Mla(Kernel):
         moved = (config.block_m + keys) * width * call.q.dtype.itemsize
         return Work(programs, 2 * config.block_m * keys * width, moved)
 
-    def launches(self, call: Any, config: Tiles) -> list[Launch]:
+    def launches(self, call: MlaCall, config: Tiles) -> list[Launch]:
         count = ceil_div(call.queries, config.block_m)
         streamed = {"k": call.k, "k_rope": call.k_rope, "v": call.v}
         if config.tma:

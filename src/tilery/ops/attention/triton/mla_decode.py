@@ -264,7 +264,7 @@ class MlaDecode(Kernel):
         nbytes += 8 * config.rows * call.latent_dim if splits > 1 else 0
         return Work(call.batch * blocks * splits, 2 * config.rows * keys * (width + call.latent_dim), nbytes)
 
-    def launches(self, call: Any, config: Config) -> list[Launch]:
+    def launches(self, call: MlaDecodeCall, config: Config) -> list[Launch]:
         splits = self._splits(call, config)
         partials = (call.partial_out, call.partial_stats) if splits > 1 else (None, None)
         args = {

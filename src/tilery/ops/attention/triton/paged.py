@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -97,7 +96,7 @@ class Paged(Kernel):
         keys = call.visible_keys + (config.block_n if call.effective_window else 0)  # it begins anywhere in a block
         return max_splits(config.splits, keys, config.min_keys)
 
-    def launches(self, call: Any, config: Config) -> list[Launch]:
+    def launches(self, call: PagedCall, config: Config) -> list[Launch]:
         format, splits = call.fp8_format, self._splits(call, config)
         k, v = (x._replace(dtype=torch.uint8) if format else x for x in (call.k_cache, call.v_cache))
         strides = (call.k_cache.stride(dim) for dim in range(3))

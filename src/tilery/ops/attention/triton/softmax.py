@@ -272,7 +272,7 @@ def _combine(
         tl.store(lse_ptr + (b * HEADS + head).to(tl.int64) * queries + token % queries, lse, mask=piece == 0)
 
 
-def combine(call: Any, splits: int, block: int, min_keys: int, sinks: Any = None, lse: Any = None) -> Launch:
+def combine(call: PagedCall, splits: int, block: int, min_keys: int, sinks: Any = None, lse: Any = None) -> Launch:
     """The launch that makes out [.., H, E] of the splits' results; splits, block and min_keys are `split_keys`' own."""
     block_splits, size, window = next_power_of_2(splits), call.head_dim, call.effective_window
     piece = min(next_power_of_2(size), max(_COMBINED // block_splits, 16))
