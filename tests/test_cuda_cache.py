@@ -14,7 +14,7 @@ pytest.importorskip("cuda.bindings", reason="CUDA C++ is not installed: pip inst
 
 from tilery.languages import cuda_glue, toolkit
 
-SOURCE = """#include "tilery.cuh"
+SOURCE = """#include "common.cuh"
 template <typename T, int N>
 __global__ void scale(T* x) { x[threadIdx.x] = T(float(x[threadIdx.x]) * N); }
 """
@@ -68,8 +68,8 @@ def test_what_decides_the_code_is_in_the_key(folder, builds, change):
 
 def test_headers_and_compiler_are_in_the_key(folder, builds, monkeypatch):
     compiled()
-    changed = cuda_glue._HEADERS["tilery.cuh"] + "\n// changed\n"
-    monkeypatch.setitem(cuda_glue._HEADERS, "tilery.cuh", changed)
+    changed = cuda_glue._HEADERS["common.cuh"] + "\n// changed\n"
+    monkeypatch.setitem(cuda_glue._HEADERS, "common.cuh", changed)
     compiled()
     monkeypatch.setattr(cuda_glue, "_compiler", lambda: [99, 0])
     compiled()

@@ -77,7 +77,7 @@ def test_one_that_starts_early_and_does_not_wait_does_not_compile(monkeypatch):
     monkeypatch.setattr(Kernel, "build", lambda self, arch: cuda_glue.Built(b"", "ret;", {}))
     monkeypatch.setattr(cuda_glue.cubin, "resources", lambda code: used)
     monkeypatch.setattr(Path, "read_text", lambda self, **_: "")
-    with pytest.raises(CompileFailed, match=r"x starts early, so it must call take_over\(\)"):
+    with pytest.raises(CompileFailed, match=r"x starts early, so it must call pdl_wait\(\)"):
         kernel(early=True).compile("sm_90")
     assert kernel(early=True).compile("sm_80").registers == kernel().compile("sm_90").registers == 8
 

@@ -15,9 +15,8 @@ from tilery.core.cases import specs_for
 from tilery.hardware import device
 from tilery.measure import ceilings
 from tilery.measure.ceilings import Ceilings
-from tilery.measure.result import Row
+from tilery.measure.result import BASE, Row
 from tilery.measure.timing import Depth
-from tilery.workbench.bench import BASE
 
 if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)

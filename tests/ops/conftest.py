@@ -30,10 +30,12 @@ def launches(monkeypatch):
     """What is handed to the driver, without one: kernels with their arguments, and tensor maps."""
     if why := languages.missing("cuda"):
         pytest.skip(why)
+    from hopper_checks import flat
+
     from tilery.languages import cuda_glue, tensor_maps
 
     made, maps = [], []
-    monkeypatch.setattr(cuda_glue.Kernel, "launch", lambda self, *given: made.append((self, given)))
+    monkeypatch.setattr(cuda_glue.Kernel, "launch", lambda self, *given: made.append((self, tuple(flat(given)))))
     monkeypatch.setattr(cuda_glue.Kernel, "resident", lambda self: 264 if self.threads == 256 else 132)
     monkeypatch.setattr(tensor_maps, "_made", lambda *how: maps.append(how) or len(maps))
     return made, maps

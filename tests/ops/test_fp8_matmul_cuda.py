@@ -4,6 +4,7 @@ import ctypes
 
 import pytest
 import torch
+from hopper_checks import flat
 
 from tilery import languages
 from tilery.base.spec import TensorSpec, case
@@ -197,7 +198,8 @@ def test_launches_as_planned(m, config, blocks, boxes, encoded, monkeypatch):
     a, a_scale, b, b_scale, _ = args
     c = torch.empty(m, n, dtype=torch.bfloat16)
     cuda_kernel.run((c,), args, config)
-    ((kernel, (grid, a_map, b_map, *rest)),) = launched
+    ((kernel, given),) = launched
+    grid, a_map, b_map, *rest = flat(given)
     assert grid == blocks and kernel.threads == config.threads and kernel.shared == config.shared
     assert [asked[5] for asked in encoded] == [[128 // size, box] for size, box in zip((1, 1, 2), boxes)]
     assert [asked[2] for asked in encoded] == [x.data_ptr() for x in (a, b, c)[: len(boxes)]]

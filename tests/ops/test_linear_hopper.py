@@ -159,7 +159,7 @@ def test_linear_without_an_ending_is_the_plain_kernel(launched):
     args = linear.complete((), linear.inputs(m=5, n=64, k=256, device="cpu"))
     linear.kernel("cuda.hopper").run((torch.empty(5, 64, dtype=torch.bfloat16),), args, Config("few", 8, 64, 4))
     ((made, given),) = launched
-    assert made.name == "hopper_matmul_few<__nv_bfloat16, 8, 1, 64, 4, 1>" and len(given) == 1 + 2 + 4
+    assert made.name == "hopper_matmul_small_m<__nv_bfloat16, 8, 1, 64, 4, 1>" and len(given) == 1 + 2 + 4
 
 
 def test_matmul_add_hands_over_its_factors(launched):

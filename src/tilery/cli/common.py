@@ -128,7 +128,8 @@ def numbers(option: str, text: str) -> list[int]:
 
 def chosen_cases(op: "Op", case: str | None, shapes: str | None, given: Product) -> "list[Case] | None":
     """By --case, by --shapes, by --N and --K, or None for the op's own."""
-    from tilery.workbench.shapes import PRODUCT_ROWS, cases, products
+    from tilery.models.steps import PRODUCT_ROWS
+    from tilery.workbench.shapes import cases, products
 
     if sum((case is not None, shapes is not None, bool(given))) > 1:
         raise BadInput("--case and --shapes exclude each other, and both exclude --N and --K; got more than one")

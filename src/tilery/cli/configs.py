@@ -140,7 +140,7 @@ def exported(
     json: common.Json = False,
 ) -> None:
     """Write what was tuned: into one file for another machine to import, or into those that SGLang reads."""
-    from tilery.tuning import kept
+    from tilery.tuning import exchange
 
     if form not in ("tilery", "sglang"):
         raise BadInput(f"--format must be tilery or sglang, got {form!r}")
@@ -149,7 +149,7 @@ def exported(
         return
     to = to or Path("tuned.json")
     common.require_writable(to)
-    found = kept.export(to, common.chosen_ops(ops), device)
+    found = exchange.export(to, common.chosen_ops(ops), device)
     count = sum(len(each.entries) for each in found)
     if json:
         made = [{"op": each.op, "device": each.device, "entries": len(each.entries)} for each in found]
@@ -191,9 +191,9 @@ def imported(
     json: common.Json = False,
 ) -> None:
     """Bring in configs: this device's are used at once, another's are candidates for `tune` and `configs verify`."""
-    from tilery.tuning import kept
+    from tilery.tuning import exchange
 
-    found = kept.bring(path, as_candidates)
+    found = exchange.bring(path, as_candidates)
     counts = Counter(each.kept_as for each in found)
     if json:
         rows = [

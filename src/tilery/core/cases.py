@@ -25,5 +25,5 @@ def call_for(op: Op, case: Case, device: str = "cuda:0") -> Any:
 
 
 def _aligned(t: Tensor) -> bool:
-    """As freshly allocated memory would be, some elements in."""
+    """Whether it starts on 16 bytes, as freshly allocated memory would, some elements in."""
     return int(t.storage_offset()) * t.itemsize % 16 == 0

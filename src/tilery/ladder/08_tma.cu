@@ -1,50 +1,53 @@
-// 8. TMA (sm_90): one thread asks for a whole tile, and the copy engine computes addresses, swizzles and counts bytes.
+// 8. TMA (sm_90): one thread loads a whole tile by one instruction; the hardware computes addresses, swizzles and
+// counts bytes.
 //
-// The other threads do nothing but multiply. Each slot of the ring has a barrier in shared memory that is complete when
-// the bytes asked for have arrived; its phase alternates every time round.
-#include "tilery_tiles.cuh"
+// The other threads only multiply. Each pipeline stage has a full barrier (an mbarrier in shared memory), which
+// completes when the expected bytes have arrived; its phase alternates every time round.
+#include "store_tiles.cuh"
+#include "tile_scheduler.cuh"
 
 using T = __nv_bfloat16;
-constexpr int BM = 128, BN = 128, BK = 64, STAGES = 3, THREADS = 256, GROUP = 16;
-constexpr int A_BYTES = BM * SPAN, BYTES = A_BYTES + BN * SPAN;
+constexpr int BLOCK_M = 128, BLOCK_N = 128, BLOCK_K = 64, STAGES = 3, THREADS = 256, GROUP_M = 16;
+constexpr int A_BYTES = BLOCK_M * SWIZZLE_BYTES, STAGE_BYTES = A_BYTES + BLOCK_N * SWIZZLE_BYTES;
 
 __global__ void __launch_bounds__(THREADS, 2) tma(
     const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, T* c, int m, int n, int k) {
-    extern __shared__ __align__(1024) unsigned char memory[];
-    __shared__ Arrival full[STAGES];
-    unsigned char* const ring = memory + (-shared_address(memory) & (PATTERN - 1));
-    const int blocks = k / BK;
-    int i, j;
-    place_of<GROUP>(blockIdx.x, m / BM, n / BN, i, j);
-    const int top = i * BM, left = j * BN;
-    const auto fetch = [&](int t) {
-        Arrival& arrival = full[t % STAGES];
-        unsigned char* const tiles = ring + t % STAGES * BYTES;
-        arrival.expect(BYTES);
-        load_tile(arrival, tiles, a_map, t * BK, top);
-        load_tile(arrival, tiles + A_BYTES, b_map, t * BK, left);
+    extern __shared__ __align__(1024) unsigned char smem[];
+    __shared__ Mbarrier full[STAGES];
+    unsigned char* const stages = smem + (-smem_address(smem) & (SWIZZLE_ATOM - 1));
+    const int k_blocks = k / BLOCK_K;
+    int tile_m, tile_n;
+    tile_coordinates<GROUP_M>(blockIdx.x, m / BLOCK_M, n / BLOCK_N, tile_m, tile_n);
+    const int row0 = tile_m * BLOCK_M, col0 = tile_n * BLOCK_N;
+    const auto load_stage = [&](int kb) {
+        Mbarrier& barrier = full[kb % STAGES];
+        unsigned char* const tiles = stages + kb % STAGES * STAGE_BYTES;
+        barrier.arrive_expect_tx(STAGE_BYTES);
+        tma_load_2d(barrier, tiles, a_map, kb * BLOCK_K, row0);
+        tma_load_2d(barrier, tiles + A_BYTES, b_map, kb * BLOCK_K, col0);
     };
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) full[s].init();
-        asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
-        for (int t = 0; t < min(STAGES, blocks); ++t) fetch(t);
+        fence_mbarrier_init();
+        for (int kb = 0; kb < min(STAGES, k_blocks); ++kb) load_stage(kb);
     }
     __syncthreads();
     const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float sums[BN / 2] = {};
-    for (int t = 0; t < blocks; ++t) {
-        full[t % STAGES].wait(t / STAGES);
-        const unsigned char* const tiles = ring + t % STAGES * BYTES;
-        const u64 rows = tile_descriptor(tiles + warpgroup * 64 * SPAN), columns = tile_descriptor(tiles + A_BYTES);
-        product_begin(sums);
+    float acc[BLOCK_N / 2] = {};
+    for (int kb = 0; kb < k_blocks; ++kb) {
+        full[kb % STAGES].wait(kb / STAGES);
+        const unsigned char* const tiles = stages + kb % STAGES * STAGE_BYTES;
+        const u64 a_desc = smem_desc_k_major(tiles + warpgroup * 64 * SWIZZLE_BYTES);
+        const u64 b_desc = smem_desc_k_major(tiles + A_BYTES);
+        warpgroup_arrive(acc);
 #pragma unroll
-        for (int s = 0; s < BK / 16; ++s) Product<bf16, bf16, BN>::add(sums, rows + 2 * s, columns + 2 * s, 1);
-        product_commit();
-        product_end(sums);
-        __syncthreads();  // all are done with the slot
-        if (threadIdx.x == 0 && t + STAGES < blocks) fetch(t + STAGES);
+        for (int s = 0; s < BLOCK_K / 16; ++s) WgmmaSS<bf16, bf16, BLOCK_N>::mma(acc, a_desc + 2 * s, b_desc + 2 * s, 1);
+        warpgroup_commit_batch();
+        warpgroup_wait_all(acc);
+        __syncthreads();  // all threads are done with the stage
+        if (threadIdx.x == 0 && kb + STAGES < k_blocks) load_stage(kb + STAGES);
     }
-    const int row = top + warp * 16 + lane / 4;
-    store_row(c + i64{row} * n + left, 0, BN, true, sums, 0);
-    store_row(c + i64{row + 8} * n + left, 0, BN, true, sums, 2);
+    const int row = row0 + warp * 16 + lane / 4;
+    store_row(c + i64{row} * n + col0, 0, BLOCK_N, true, acc, 0);
+    store_row(c + i64{row + 8} * n + col0, 0, BLOCK_N, true, acc, 2);
 }

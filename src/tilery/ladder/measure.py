@@ -13,9 +13,9 @@ from tilery.ladder.rungs import RUNGS, Step, product
 from tilery.measure import ceilings, timing
 from tilery.measure.check import Limits, poisoned, reference
 from tilery.measure.child import relay, serve
-from tilery.measure.result import Row
+from tilery.measure.result import BASE, Row
 from tilery.workbench import bench
-from tilery.workbench.bench import BASE, Unit
+from tilery.workbench.bench import Unit
 
 OP = "ladder"  # what the rows call it: rungs are no kernels of matmul, and no table of those may count them
 

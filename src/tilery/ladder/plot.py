@@ -5,10 +5,9 @@ from typing import Any
 
 from tilery.base.errors import BadInput
 from tilery.ladder.rungs import RUNGS
-from tilery.measure.result import Row
+from tilery.measure.result import BASE, Row
 from tilery.pages import plot as pictures
 from tilery.pages.summary import COLOURS, PEER_COLOUR
-from tilery.workbench.bench import BASE
 
 
 def picture(rows: list[Row], form: str) -> bytes:

@@ -15,10 +15,10 @@ from tilery.ladder.rungs import RUNGS, Rung, Shipped, product
 from tilery.measure import timing
 from tilery.measure.child import Child
 from tilery.measure.place import describe
+from tilery.measure.recorder import Recorder
 from tilery.measure.result import Row
 from tilery.measure.store import Store
 from tilery.workbench import isolate
-from tilery.workbench.run import Recorder
 
 COMPILED_FOR = ("sm_80", "sm_90")
 _SILENCE_S = 120.0  # without a word from a rung: a barrier that is never complete hangs

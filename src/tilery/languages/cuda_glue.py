@@ -106,6 +106,17 @@ class _Struct:
         return ctypes.addressof(self._made)
 
 
+def params(source: Path, kernel: str, *values: Any) -> _Struct:
+    """The struct that a kernel takes as its last parameter, with these values of its fields, in their order."""
+    return _Struct(_layout(source, kernel)(*values))
+
+
+@functools.cache
+def _layout(source: Path, kernel: str) -> type[ctypes.Structure]:
+    layout: type[ctypes.Structure] = Source(source, kernel).signature.parameters[-1].type.layout
+    return layout
+
+
 class Kernel:
     """One instance of a template in a .cu file, and how it is launched: blocks and threads in one dimension."""
 
@@ -122,7 +133,7 @@ class Kernel:
         """`parameters`: P pointer, q and i integers of 64 and 32 bits, f float, T a TensorMap by value.
 
         `shared`: bytes of dynamic memory. `cluster`: neighbouring blocks that run at once and see each other's shared
-        memory, from sm_90 on. `early`: there too, blocks may start while the kernel before ends, and call `take_over`.
+        memory, from sm_90 on. `early`: PDL, there too: blocks may start before the last kernel ends; call `pdl_wait`.
         """
         self.source, self.name, self.threads, self.shared, self.cluster = source, name, threads, shared, cluster
         self.early = early
@@ -138,7 +149,7 @@ class Kernel:
     def compile(self, arch: str) -> Artifact:
         built = self.build(arch)
         if self.early and _can_start_early(arch) and "griddepcontrol.wait" not in built.ptx:
-            raise CompileFailed(f"{self.name} starts early, so it must call take_over() before it touches memory")
+            raise CompileFailed(f"{self.name} starts early, so it must call pdl_wait() before it touches memory")
         used = toolkit.resources(built.cubin)
         code = {"cuda": self.source.read_text(encoding="utf-8"), "ptx": built.ptx}
         return Artifact(arch, code, built.cubin, used.registers, used.spills, used.shared + self.shared)

@@ -56,7 +56,7 @@ class Resources(NamedTuple):
 
 
 def resources(cubin: bytes) -> Resources:
-    """Of the kernel in the cubin that uses most registers, should there be several."""
+    """What a cubin's kernel takes; of several, the one that uses most registers."""
     text = _run("cuobjdump", "--dump-resource-usage", cubin)
     found = [dict(re.findall(r"\b([A-Z]+):(\d+)", line)) for line in text.splitlines() if "REG:" in line]
     usage = max(found, key=lambda entry: int(entry["REG"]))

@@ -89,7 +89,7 @@ def check_call(
     op: Op, kernel: str, args: tuple[Any, ...], where: str, config: Any = None, right: Right | None = None,
     allocate: Callable[[TensorSpec], Tensor] = poisoned,
 ) -> Checked:  # fmt: skip
-    """The same of given arguments; `where` is what is checked, in words. `right`: what `reference` said of them.
+    """`check` for given arguments; `where` is what is checked, in words. `right`: what `reference` said of them.
 
     `allocate` makes the outputs, then the workspace.
     """
@@ -115,7 +115,7 @@ def reference(op: Op, args: Sequence[Any]) -> Right:
 
 
 def check_baseline(op: Op, name: str, case: Case, target: Any, seed: int | None = None) -> Checked:
-    """The same for a peer. It makes its outputs itself, so the memory that torch will give it is poisoned.
+    """`check` for a peer. It makes its outputs itself, so the memory that torch will give it is poisoned.
 
     It may round more than our kernels may, as long as it does the same work; what it does not compute is None.
     """

@@ -16,6 +16,9 @@ from tilery.base import files
 from tilery.hardware import device
 
 SCHEMA = 1
+BASE = "baseline:torch"
+CONTROL = "control:torch"  # torch timed a second time: the distance of its ratio from 1 is the noise of the run
+COPY = "control:copy"  # as many bytes, copied: what memory could do in this very run
 _STORED_ONLY = ("samples", "against")
 _ALWAYS = ("op", "kernel", "case", "status", "reason")
 

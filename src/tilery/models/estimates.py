@@ -14,7 +14,7 @@ _INDEX = 4  # of an int32
 
 
 def _cost(flops: int, reads: int, writes: int) -> Cost:
-    """Of numbers of values."""
+    """Cost from numbers of values that are read and written."""
     return Cost(flops, _BYTES * reads, _BYTES * writes)
 
 
@@ -70,7 +70,7 @@ def all_reduce(m: int, n: int, ranks: int) -> Cost:
 
 
 def all_gather(m: int, n: int, ranks: int) -> Cost:
-    """As all_reduce; n columns come from each rank."""
+    """Cost of an all_gather, counted as for all_reduce; n columns come from each rank."""
     return _cost(0, m * n, m * n * ranks)
 
 

@@ -89,12 +89,12 @@ class Model:
 
     @property
     def dense_size(self) -> int:
-        """As mlp_size, of a layer without experts."""
+        """mlp_size in a layer without experts."""
         return self._share("intermediate size", self.intermediate_size)
 
     @property
     def shared_size(self) -> int:
-        """As mlp_size, of the experts that every token passes, taken as one; 0 where there are none."""
+        """mlp_size of the experts that every token passes, taken as one; 0 where there are none."""
         one = self.moe_intermediate_size or self.intermediate_size
         return self._share("shared experts", (self.n_shared_experts or 0) * one)
 
@@ -117,7 +117,7 @@ class Model:
         return self._mla() if self.kv_lora_rank else self._gqa()
 
     def mlp(self, size: int) -> list[Linear]:
-        """Of `size` columns: mlp_size, dense_size or shared_size."""
+        """Linear layers of an MLP of `size` columns: mlp_size, dense_size or shared_size."""
         return [Linear("gate_up", 2 * size, self.hidden_size), Linear("down", self.hidden_size, size)]
 
     def head(self) -> Linear:

@@ -9,8 +9,7 @@ from tilery.base.errors import require
 from tilery.base.spec import Case, Cost
 from tilery.models import roofs
 from tilery.models.model import FP8, WEIGHTS, Model
-from tilery.models.steps import DECODE, PREFILL, PRODUCTS, Pass, Step, steps
-from tilery.workbench.shapes import PRODUCT_ROWS
+from tilery.models.steps import DECODE, PREFILL, PRODUCT_ROWS, PRODUCTS, Pass, Step, steps
 
 BATCHES = (1, 16, 64)
 PROMPT = 512
@@ -87,12 +86,12 @@ def cases(
     model: str, tp: int = 1, batches: Iterable[int] = BATCHES, prompt: int = PROMPT, context: int = CONTEXT,
     device: str | None = None, weights: str | None = None,
 ) -> list[Worth]:  # fmt: skip
-    """Of ops that exist, each case once, the most valuable first: what a tuner should turn to."""
+    """Cases of ops that exist, each once, the most valuable first: what a tuner should turn to."""
     return _worths(plans(models.load(model, tp, weights), roofs.find(device), batches, prompt, context))
 
 
 def cases_of(op: str, model: str, tp: int = 1, rows: Sequence[int] | None = None) -> list[Worth]:
-    """Of one op: in the model's own weights, or in those where the model has the op.
+    """Cases of one op: in the model's own weights, or in those where the model has the op.
 
     An fp8 product is taken at all numbers of rows that one is tuned for; at `rows`, if given, as is one in bf16.
     """

@@ -21,6 +21,7 @@ from tilery.models.model import BF16, FP8, WEIGHTS, Linear, Model
 DTYPE = "bf16"
 TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 _ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+PRODUCT_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)  # M that are tuned
 PREFILL, DECODE = "prefill", "decode"
 PRODUCTS = {BF16: "matmul", FP8: "fp8_matmul"}
 _STAY_WIDE = ("router", "lm_head")
@@ -29,7 +30,7 @@ _SCALES = {"per": "group", "scales": "column"}  # as fp8_matmul is best given th
 
 @dataclass(frozen=True)
 class Pass:
-    """Of `batch` sequences: prefill takes prompts of `length` tokens, decode one token that sees `length` of them."""
+    """One pass over `batch` sequences: prefill takes `length` tokens of each, decode one token that sees `length`."""
 
     phase: str
     batch: int
@@ -266,7 +267,7 @@ def _reduced(model: Model, forward: Pass, name: str) -> Iterator[_Call]:
 
 
 def _end(model: Model, forward: Pass) -> Iterator[_Call]:
-    """Of a prompt only the last token goes on to the head."""
+    """What comes after the last layer; in prefill only the last token of a sequence goes on to the head."""
     m, n, last, head = forward.tokens, model.hidden_size, forward.batch, model.head()
     yield _Call("final_norm", "add_rms_norm", 1, {"m": m, "n": n})
     if last != m:

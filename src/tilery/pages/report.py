@@ -101,7 +101,7 @@ def _tune(of: landscape.Landscape, run: int) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can say it: seven digits are more than a clock gives, and what is no number is a word."""
+    """A value as JSON can say it: seven digits are more than a clock gives, and what is no number is a word."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -8,9 +8,8 @@ from typing import Any
 from tilery import languages
 from tilery.base.errors import BadInput
 from tilery.measure import timing
-from tilery.measure.result import Row, is_ours, is_peer
+from tilery.measure.result import BASE, CONTROL, Row, is_ours, is_peer
 from tilery.measure.store import Run, Store
-from tilery.workbench.bench import BASE, CONTROL
 
 TUNE = "tune"  # the stage of a row that is a candidate of the tuner
 CONTROL_OFF = 0.01  # torch against itself: further from 1 than this, and the run's other ratios are worth less
@@ -68,7 +67,7 @@ class Collected:
         return sorted(dict.fromkeys(names), key=lambda name: -names.count(name))
 
     def ceilings(self, device: str) -> dict[str, Any] | None:
-        """As the latest of the runs measured them; None where none did."""
+        """Ceilings as the latest of the runs measured them; None where none did."""
         measured = [(run.machine.get("ceilings") or {}).get(device) for run in self.runs]
         return next((one for one in reversed(measured) if one), None)
 
@@ -186,7 +185,7 @@ def geometric_mean(values: Iterable[float]) -> float | None:
 
 
 def best_per_cell(found: Iterable[Found], peer: str = BASE) -> list[Found]:
-    """Of each case the kernel that is fastest against the peer."""
+    """The kernel that is fastest against the peer, for each case."""
     best: dict[int, Found] = {}
     for one in found:
         if one.is_kernel and peer in one.ratios:

@@ -1,7 +1,7 @@
 """CUDA kernels that give rows to blocks or clusters of them.
 
-<op> keeps a row in registers, <op>_long reads it again, <op>_ring lets rows pass through shared memory: the next are
-under way while one is worked on.
+<op> keeps a row in registers, <op>_reread reads it twice, <op>_pipelined loads the next rows into shared memory while
+one is worked on.
 """
 
 import functools
@@ -122,11 +122,11 @@ def _kernel(
     threads, cluster = config.threads, config.cluster
     sizes: tuple[int, ...] = (values, threads, cluster)
     if config.slots:
-        form, sizes = "_ring", (_CHUNK // 16, threads, cluster, config.slots)
+        form, sizes = "_pipelined", (_CHUNK // 16, threads, cluster, config.slots)
     elif config.held:
         form, sizes = "", (values, steps, threads, cluster)
     else:
-        form = "_long"
+        form = "_reread"
     instance = f"{source.stem}{form}<{cuda_glue.TYPES[dtype]}, {', '.join(map(str, sizes))}>"
     return cuda_glue.Kernel(source, instance, parameters, threads, ring_bytes(config, inputs), cluster, early=True)
 

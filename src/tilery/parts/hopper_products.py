@@ -155,7 +155,7 @@ def _kernel(dtype: torch.dtype, config: Config, ending: Ending) -> cuda_glue.Ker
         form, parameters = "", "TTTPiii"
     else:
         sizes = f"{c.block_m}, {c.warpgroups}, {c.width}, {c.stages}, {c.splits}"
-        form, parameters = "_few", "TTPiii"
+        form, parameters = "_small_m", "TTPiii"
     if ending is PLAIN:
         name = f"hopper_{'matmul' if c.halves == 1 else 'silu_mul'}{form}<{of}, {sizes}>"
     else:

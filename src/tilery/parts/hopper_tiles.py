@@ -1,4 +1,4 @@
-"""Products on Hopper by TMA and wgmma: how their kernels cut the work. languages/tilery_wgmma.cuh is the device side.
+"""Products on Hopper by TMA and wgmma: how their kernels cut the work (device side: tile_pipeline.cuh).
 
 Blocks go from tile to tile. The wide form has tiles of 128 rows, two warpgroups that multiply and one that fetches. The
 few form has b's columns where wgmma wants 64 rows, as many as give every processor the same, and a's rows on its narrow

@@ -18,7 +18,7 @@ _OPENED = (
 
 @dataclass(frozen=True)
 class Mask:
-    """Of queries that end where the keys end; models hand it from where it is made to where attention is called."""
+    """A mask for queries that end where the keys end; a model makes it once and hands it to every attention call."""
 
     queries: int
     keys: int

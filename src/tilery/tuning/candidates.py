@@ -16,7 +16,7 @@ from tilery.measure import ceilings
 from tilery.tuning.data import Candidate, Measured, Problem
 
 _HOPELESS = 2.0  # times the best modelled time
-# What a processor reads above its share of the memory's rate: L2 holds what blocks share, and a few blocks have the
+# What an SM reads above its share of the memory's rate: L2 holds what blocks share, and a few blocks have the
 # memory to themselves. Chosen to fit a Triton matmul of 4096³ on an H200: tiles of 128 × 128 took 201 µs, modelled
 # are 209; those of 128 × 256 took 263, modelled are 180. That is how far the model can be trusted.
 _ABOVE_SHARE = 2.5
@@ -26,7 +26,7 @@ _ABOVE_SHARE = 2.5
 class Machine:
     """What the cost model knows of a device."""
 
-    processors: int
+    units: int  # SMs, or the cores of a CPU
     flops: float  # FLOP/s of all of them
     bandwidth: float  # bytes/s
     least_ms: float  # of this problem, whatever the kernel
@@ -112,10 +112,10 @@ def _of_kernel(op: Op, kernel: str, call: Call, brought: list[Candidate]) -> Ite
 
 
 def modelled_ms(work: Work, machine: Machine) -> float:
-    """Waves of blocks, each as long as its arithmetic or its bytes take one processor; no less than the roof."""
-    waves = -(-work.blocks // machine.processors)
-    arithmetic = work.flops * machine.processors / machine.flops
-    memory = work.bytes * machine.processors / (machine.bandwidth * _ABOVE_SHARE)
+    """Waves of blocks, each as long as its arithmetic or its bytes take one SM; no less than the roof."""
+    waves = -(-work.blocks // machine.units)
+    arithmetic = work.flops * machine.units / machine.flops
+    memory = work.bytes * machine.units / (machine.bandwidth * _ABOVE_SHARE)
     return max(1e3 * waves * max(arithmetic, memory), machine.least_ms)
 
 
@@ -145,5 +145,5 @@ def _machine(op: Op, call: Call) -> Machine:
     where, cost = op.device(call), op.cost(call)
     roof, dtype = ceilings.ceilings(where), dtype_of(op.specs_in(call))
     cuda = where.type == "cuda"
-    processors = torch.cuda.get_device_properties(where).multi_processor_count if cuda else device.cores()
-    return Machine(processors, roof.peak(dtype), roof.read, roof.roof_ms(cost, dtype))
+    units = device.gpu(where).sms if cuda else device.cores()
+    return Machine(units, roof.peak(dtype), roof.read, roof.roof_ms(cost, dtype))

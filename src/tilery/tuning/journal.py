@@ -27,7 +27,7 @@ _GO_ON = "make room or make it writable (or name another --config-dir), then the
 
 
 def key_of(*parts: Any) -> str:
-    """The same for the same data, in every process."""
+    """A key that is the same for the same data, in every process."""
     plain = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(plain.encode()).hexdigest()[:24]
 

@@ -90,7 +90,7 @@ class RayWorker:
         """Its actor is there already; the actor's own child starts with the first job."""
 
     def measure(self, job: Job, progress: Progress = lambda candidate, what: None) -> list[Measured]:
-        """As Worker.measure. From the second death on, the candidate that was under way is "crashed"."""
+        """Measure a job as Worker does. From the second death on, the candidate that was under way is "crashed"."""
         lost: list[Measured] = []
         deaths = 0
         while left := tuple(c for c in job.candidates if c not in [one.candidate for one in lost]):

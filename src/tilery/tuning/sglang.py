@@ -17,6 +17,7 @@ from tilery.core import tuned_files
 from tilery.core.cases import call_for
 from tilery.core.op import REGISTRY
 from tilery.core.tuned_files import MEND, Document, Entry
+from tilery.tuning import kept
 
 OP = "fp8_matmul"
 FOLDER = Path("sglang")
@@ -96,8 +97,6 @@ def folder_of(kernel: str, to: Path | None) -> Path:
 
 def _collect(slug: str | None) -> tuple[dict[tuple[str, str], Rows], list[str]]:
     """By kernel and file name what to write for every M; and in words what cannot be written."""
-    from tilery.tuning import kept
-
     op = REGISTRY[OP]
     slugs = sorted({file.device for file in kept.files([op]) if file.owner != kept.CANDIDATES})
     entries = [entry for name in slugs if slug in (None, name) for _, entry in kept.used(op, name)]

@@ -12,6 +12,7 @@ from tilery.base import settings
 from tilery.base.errors import NotWritten
 from tilery.core import tuned
 from tilery.hardware import device
+from tilery.measure.recorder import Recorder
 from tilery.measure.store import Store
 from tilery.tuning import candidates, journal, search
 from tilery.tuning.data import GOOD, Built, Candidate, Job, Measured, Problem
@@ -19,7 +20,6 @@ from tilery.tuning.pool import Pool
 from tilery.tuning.record import Recorded
 from tilery.tuning.search import Outcome
 from tilery.tuning.worker import Measurer
-from tilery.workbench.run import Recorder
 
 _GLANCE_S = 0.2  # after which the main thread looks whether it was interrupted
 
@@ -152,7 +152,7 @@ class Tuner:
         return list(self._finished.values())
 
     def _opened(self, tasks: list[_Task]) -> dict[str, journal.Journal]:
-        """Of every op; a folder that cannot be written is an error now, not after the first hour."""
+        """Open a journal for every op; a folder that cannot be written is an error now, not after the first hour."""
         request, folder = self.request, settings.get().config_dir
         session = journal.key_of(request.search, request.bits, [t.key for t in tasks])
         slugs = {t.op.name: t.recorded.slug for t in tasks}

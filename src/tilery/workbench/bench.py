@@ -15,11 +15,8 @@ from tilery.hardware import device
 from tilery.measure import ceilings, timing
 from tilery.measure.check import check_baseline, checked
 from tilery.measure.place import place
-from tilery.measure.result import Row, is_peer
+from tilery.measure.result import BASE, CONTROL, COPY, Row, is_peer
 
-BASE = "baseline:torch"
-CONTROL = "control:torch"  # the baseline once more: how far its ratio is from 1 is what the others' ratios are worth
-COPY = "control:copy"  # as many bytes, copied: what memory could do in this very run
 _COLD_BYTES = 256 * 2**20  # input sets rotate through more than the H200's 60 MB of L2
 _MOST_SETS = 1024
 _MOST_BYTES = 16 * 2**30
@@ -114,7 +111,7 @@ def drawn(op: Op, case: Case, where: torch.device, seed: int) -> tuple[Any, ...]
 
 
 def input_sets(op: Op, draw: Callable[[int], tuple[Any, ...]], where: torch.device, cold: bool = True) -> Sets:
-    """As many as keep a GPU's cache from holding any when its turn comes; `draw` is given their seeds, from 0."""
+    """Input sets, so many that a GPU's cache holds none when its turn comes; `draw` is given seeds from 0 on."""
     first = draw(0)
     if where.type != "cuda" or not cold:
         return [first]  # on a CPU the caches are overwritten instead

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -15,15 +14,15 @@ from tilery.core import peers
 from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY, Op
 from tilery.hardware import device
-from tilery.measure import ceilings, inspect, timing
+from tilery.measure import timing
 from tilery.measure.compile import Compiler
-from tilery.measure.place import describe, not_run, place
+from tilery.measure.place import not_run, place
+from tilery.measure.recorder import Recorder, kind_of
 from tilery.measure.result import Row, is_ours
-from tilery.measure.store import Store, command_line
+from tilery.measure.store import Store
 from tilery.workbench import isolate
 from tilery.workbench.bench import units
 
-_KEPT_STAGES = ("cuda", "ptx", "sass", "asm")
 Say = Callable[[str], None]
 T = TypeVar("T")
 
@@ -41,40 +40,6 @@ class Choice:
     def case(self, name: str) -> Case:
         known = [*(self.cases or []), *(case for cases in self.op.cases.values() for case in cases)]
         return next(case for case in known if str(case) == name)
-
-
-class Recorder:
-    """The rows of one run, in the store before the next is measured."""
-
-    def __init__(self, store: Store, devices: Iterable[torch.device]) -> None:
-        self.store, self.rows = store, list[Row]()
-        roofs = {device.name(where): asdict(ceilings.ceilings(where)) for where in devices}
-        self.id = store.start(command_line(), {"ceilings": roofs})
-
-    def add(self, *rows: Row) -> None:
-        self.rows += rows
-        self.store.add(self.id, *rows)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """The run is finished when the block ends; a Ctrl-C inside says what is kept of it."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"{len(self.rows)} rows are kept as run {self.id}") from None
-        self.store.finish(self.id)
-
-    def keep_code(self, artifact: Artifact) -> str:
-        made = [stage for stage in inspect.stages(artifact) if stage in _KEPT_STAGES]
-        return self.store.add_code({stage: inspect.stage(artifact, stage) for stage in made})
-
-    def describe(self, like: Row, artifact: Artifact) -> None:
-        """Every row of this kernel, config and case."""
-        code = self.keep_code(artifact)
-        for n, row in enumerate(self.rows):
-            if _kind(row) == _kind(like):
-                describe(row, artifact, code)
-                self.store.replace(self.id, n, row)
 
 
 def run(
@@ -109,15 +74,10 @@ def _left_out(choice: Choice) -> dict[tuple[str, str], str]:
     return {(choice.op.name, name): why for name, why in found.items()}
 
 
-def _kind(row: Row) -> tuple[str, ...]:
-    """Rows of which a compiler makes the same; a case may change the code though its config is the same."""
-    return row.op, row.kernel, row.config, row.case
-
-
 def _describe_timed(choices: list[Choice], recorder: Recorder, say: Say) -> None:
     """Registers, spills and code of each kernel and config that was timed, from the first row that has it."""
     by_op = {choice.op.name: choice for choice in choices}
-    timed = {_kind(row): row for row in reversed(recorder.rows) if row.samples and is_ours(row.kernel)}
+    timed = {kind_of(row): row for row in reversed(recorder.rows) if row.samples and is_ours(row.kernel)}
 
     def compiled(compiler: Compiler, row: Row) -> Artifact | None:
         say(f"compiling {row.op} {row.kernel}")

@@ -8,6 +8,7 @@ from tilery import models
 from tilery.base.errors import BadInput
 from tilery.base.spec import Case
 from tilery.core.op import Op
+from tilery.models.steps import PRODUCT_ROWS
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,6 @@ def cases(op: Op, name: str) -> list[Case]:
     distinct = [dict(pairs) for pairs in dict.fromkeys(tuple(size.items()) for size in sizes)]
     dtype = inspect.signature(op.inputs).parameters["dtype"].default  # bf16, or fp8 where that is the op's business
     return [Case({"m": m, **size, "dtype": dtype}) for m in chosen.tokens for size in distinct[: chosen.most]]
-
-
-# Rows that a product is tuned for, as in the files that SGLang reads (docs/sglang.md).
-PRODUCT_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
 
 
 def products(op: Op, n: int, k: int, rows: Sequence[int] = PRODUCT_ROWS) -> list[Case]:

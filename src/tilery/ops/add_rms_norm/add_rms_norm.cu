@@ -1,54 +1,59 @@
-// Sums in registers, add_rms_norm; read again, add_rms_norm_long; or in shared memory, add_rms_norm_ring.
-#include "tilery_ring.cuh"
+// Residual addition and RMS norm over rows: total = x + residual,
+// y = total / sqrt(mean(total²) + eps) · (weight + offset). A row belongs to a block or to a cluster of blocks.
+//
+// add_rms_norm: the sums stay in registers.
+// add_rms_norm_reread: the sums are read again; for rows that do not fit the registers.
+// add_rms_norm_pipelined: persistent blocks; rows go through a pipeline in shared memory, where the sums stay (sm_90).
+#include "row_pipeline.cuh"
 
-template <typename T, int VEC, int STEPS, int THREADS, int BLOCKS>
+template <typename T, int VEC, int VECS_PER_THREAD, int THREADS, int CLUSTER>
 __global__ void __launch_bounds__(THREADS) add_rms_norm(
-    const T* x, const T* r, const T* w, T* y, T* total, i64 x_stride, i64 r_stride, i64 m, i64 n, float eps,
-    float offset) {
-    using Row = Row<T, VEC, STEPS, THREADS, BLOCKS>;
+    const T* x, const T* residual, const T* weight, T* y, T* total, i64 x_stride, i64 residual_stride, i64 m, i64 n,
+    float eps, float offset) {
+    using Row = RegisterRow<T, VEC, VECS_PER_THREAD, THREADS, CLUSTER>;
     Row::cluster::begin();
     total += Row::index() * n;
     Row row, other;
     row.load(x + Row::index() * x_stride, n);
-    other.load(r + Row::index() * r_stride, n);
+    other.load(residual + Row::index() * residual_stride, n);
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s)
-        if (Row::column(s) < n) row.packs[s] = add(row.packs[s], other.packs[s], total + Row::column(s));
-    other.load(w, n);  // under way before the sum waits for the row
-    write_normalised(y + Row::index() * n, row, other, n, eps, offset);
+    for (int v = 0; v < VECS_PER_THREAD; ++v)
+        if (Row::column(v) < n) row.vecs[v] = add_and_store(row.vecs[v], other.vecs[v], total + Row::column(v));
+    other.load(weight, n);  // in flight before the sum of squares waits for the row
+    normalise_row(y + Row::index() * n, row, other, n, eps, offset);
 }
 
-// For rows that no registers hold: a thread reads the sums that it wrote, from the cache where they fit.
-template <typename T, int VEC, int THREADS, int BLOCKS>
-__global__ void __launch_bounds__(THREADS) add_rms_norm_long(
-    const T* x, const T* r, const T* w, T* y, T* total, i64 x_stride, i64 r_stride, i64 m, i64 n, float eps,
-    float offset) {
-    Cluster<BLOCKS>::begin();
-    const i64 row = blockIdx.x / BLOCKS;
-    r += row * r_stride;
+// A thread reads the sums that it wrote itself, from the cache where they fit there.
+template <typename T, int VEC, int THREADS, int CLUSTER>
+__global__ void __launch_bounds__(THREADS) add_rms_norm_reread(
+    const T* x, const T* residual, const T* weight, T* y, T* total, i64 x_stride, i64 residual_stride, i64 m, i64 n,
+    float eps, float offset) {
+    Cluster<CLUSTER>::begin();
+    const i64 row = blockIdx.x / CLUSTER;
+    residual += row * residual_stride;
     total += row * n;
     float squares = 0.0f;
-    stream<VEC, THREADS, BLOCKS>(x + row * x_stride, n, [&](i64 col, const Pack<T, VEC>& pack) {
-        squares += add(pack, Pack<T, VEC>::from(r + col), total + col).squares();
+    for_each_vec<VEC, THREADS, CLUSTER>(x + row * x_stride, n, [&](i64 col, const Vec<T, VEC>& vec) {
+        squares += add_and_store(vec, Vec<T, VEC>::load(residual + col), total + col).sum_of_squares();
     });
-    write_normalised_long<VEC, THREADS, BLOCKS>(y + row * n, total, w, squares, n, eps, offset);
+    normalise_row_reread<VEC, THREADS, CLUSTER>(y + row * n, total, weight, squares, n, eps, offset);
 }
 
-template <typename T, int STEPS, int THREADS, int BLOCKS, int SLOTS>
-__global__ void __launch_bounds__(THREADS) add_rms_norm_ring(
-    const T* x, const T* r, const T* w, T* y, T* total, i64 x_stride, i64 r_stride, i64 m, i64 n, float eps,
-    float offset) {
+template <typename T, int VECS_PER_THREAD, int THREADS, int CLUSTER, int STAGES>
+__global__ void __launch_bounds__(THREADS) add_rms_norm_pipelined(
+    const T* x, const T* residual, const T* weight, T* y, T* total, i64 x_stride, i64 residual_stride, i64 m, i64 n,
+    float eps, float offset) {
     constexpr int VEC = 16 / sizeof(T);
-    float squares = 0.0f, scale;
-    pass_rows<STEPS, THREADS, BLOCKS, SLOTS, 2>(
-        {x, r}, {x_stride, r_stride}, m, n,
-        [&](i64 row, int col, Pack<T, VEC> (&packs)[2]) {
-            packs[0] = add(packs[0], packs[1], total + row * n + col);
-            squares += packs[0].squares();
+    float squares = 0.0f, rstd;
+    pipeline_rows<VECS_PER_THREAD, THREADS, CLUSTER, STAGES, 2>(
+        {x, residual}, {x_stride, residual_stride}, m, n,
+        [&](i64 row, int col, Vec<T, VEC> (&vecs)[2]) {
+            vecs[0] = add_and_store(vecs[0], vecs[1], total + row * n + col);
+            squares += vecs[0].sum_of_squares();
         },
-        [&](int turn) { scale = row_scale<THREADS, BLOCKS>(squares, n, eps, turn), squares = 0.0f; },
-        [&](int col) { return Pack<T, VEC>::from(w + col); },
-        [&](i64 row, int col, const Pack<T, VEC>& pack, const Pack<T, VEC>& weights) {
-            write_scaled(y + row * n + col, pack, weights, scale, offset);
+        [&](int iteration) { rstd = row_rstd<THREADS, CLUSTER>(squares, n, eps, iteration), squares = 0.0f; },
+        [&](int col) { return Vec<T, VEC>::load(weight + col); },
+        [&](i64 row, int col, const Vec<T, VEC>& vec, const Vec<T, VEC>& weights) {
+            store_normalised(y + row * n + col, vec, weights, rstd, offset);
         });
 }

@@ -1,55 +1,58 @@
-// A block or a cluster of blocks per row, which is read once: threads keep a maximum and sums of their own until its end,
-// where every warp gives its own to the first block. Of short rows a block takes several, each warp its own. A row to ignore
-// is not read, unless `eager`: then no row waits for its target.
-#include "tilery_rows.cuh"
+// Cross entropy over rows of logits, with label smoothing and z-loss; also writes the log-sum-exp. Rows are read once.
+//
+// A row belongs to a block or to a cluster of blocks. Each thread keeps an online log-sum-exp of its own until the end
+// of the row; then every warp sends its result to the first block, whose first warp combines them. With several
+// ROWS_PER_BLOCK each warp has a short row of its own. A row whose target is ignore_index is not read, unless
+// `read_ignored` is set: then no row has to wait for its target.
+#include "rows.cuh"
 
-template <typename T, int VEC, int THREADS, int BLOCKS, int ROWS>
-__global__ void __launch_bounds__(THREADS* ROWS) cross_entropy(
-    const T* logits, const i64* targets, float* losses, float* lses, i64 stride, i64 m, i64 n, i64 ignored,
-    float smoothing, float z_loss, int eager) {
+template <typename T, int VEC, int THREADS, int CLUSTER, int ROWS_PER_BLOCK>
+__global__ void __launch_bounds__(THREADS* ROWS_PER_BLOCK) cross_entropy(
+    const T* logits, const i64* targets, float* losses, float* lses, i64 logits_stride, i64 m, i64 n, i64 ignore_index,
+    float label_smoothing, float z_loss, int read_ignored) {
     constexpr int WARPS = THREADS / 32;
-    static_assert(ROWS == 1 || THREADS * BLOCKS == 32);
-    __shared__ float4 parts[BLOCKS * WARPS];
-    Cluster<BLOCKS>::begin();
-    const i64 row = ROWS > 1 ? i64{blockIdx.x} * ROWS + threadIdx.x / 32 : blockIdx.x / BLOCKS;
-    if (ROWS > 1 && row >= m) return;
+    static_assert(ROWS_PER_BLOCK == 1 || THREADS * CLUSTER == 32);
+    __shared__ float4 partials[CLUSTER * WARPS];
+    Cluster<CLUSTER>::begin();
+    const i64 row = ROWS_PER_BLOCK > 1 ? i64{blockIdx.x} * ROWS_PER_BLOCK + threadIdx.x / 32 : blockIdx.x / CLUSTER;
+    if (ROWS_PER_BLOCK > 1 && row >= m) return;
     const i64 target = targets[row];
-    logits += row * stride;
-    Exponentials<T> own;
-    float plain = 0.0f, picked = __int_as_float(0x7fffffff);  // NaN, where the target is no class
-    if (target >= 0 && target < n) picked = static_cast<float>(logits[target]);  // under way before sums wait
-    if (eager || target != ignored)
-        stream<VEC, THREADS, BLOCKS>(logits, n, [&](i64, const Pack<T, VEC>& pack) {
-            own.add(pack);
-            if (smoothing > 0)
+    logits += row * logits_stride;
+    OnlineLogSumExp<T> own;
+    float logit_sum = 0.0f, target_logit = __int_as_float(0x7fffffff);  // NaN where the target is not a class
+    if (target >= 0 && target < n) target_logit = static_cast<float>(logits[target]);  // in flight before sums wait
+    if (read_ignored || target != ignore_index)
+        for_each_vec<VEC, THREADS, CLUSTER>(logits, n, [&](i64, const Vec<T, VEC>& vec) {
+            own.add(vec);
+            if (label_smoothing > 0)
 #pragma unroll
-                for (int i = 0; i < VEC; ++i) plain += static_cast<float>(pack.at[i]);
+                for (int i = 0; i < VEC; ++i) logit_sum += static_cast<float>(vec.data[i]);
         }, threadIdx.x % THREADS);
-    float top = reduce_warp<Max>(own.top), sum = reduce_warp<Sum>(own.below(top));
-    if (smoothing > 0) plain = reduce_warp<Sum>(plain);
-    if constexpr (BLOCKS * WARPS > 1) {
-        const int warp = Cluster<BLOCKS>::rank() * WARPS + threadIdx.x / 32;
-        Cluster<BLOCKS>::give_first(parts + warp, {top, sum, plain}, threadIdx.x % 32 == 0);
+    float max = warp_reduce<Max>(own.max), sum = warp_reduce<Sum>(own.rescaled_sum(max));
+    if (label_smoothing > 0) logit_sum = warp_reduce<Sum>(logit_sum);
+    if constexpr (CLUSTER * WARPS > 1) {
+        const int warp = Cluster<CLUSTER>::rank() * WARPS + threadIdx.x / 32;
+        Cluster<CLUSTER>::gather_to_first(partials + warp, {max, sum, logit_sum}, threadIdx.x % 32 == 0);
         if (warp) return;
-        Exponentials<T> all;
-        plain = 0.0f;
-        for (int w = threadIdx.x; w < BLOCKS * WARPS; w += 32) {
-            const float more = fmaxf(all.top, parts[w].x);
-            all.sum = all.below(more) + parts[w].y * expf(parts[w].x - more);
-            all.top = more;
-            plain += parts[w].z;
+        OnlineLogSumExp<T> all;
+        logit_sum = 0.0f;
+        for (int w = threadIdx.x; w < CLUSTER * WARPS; w += 32) {
+            const float new_max = fmaxf(all.max, partials[w].x);
+            all.sum = all.rescaled_sum(new_max) + partials[w].y * expf(partials[w].x - new_max);
+            all.max = new_max;
+            logit_sum += partials[w].z;
         }
-        top = reduce_warp<Max>(all.top), sum = reduce_warp<Sum>(all.below(top));
-        if (smoothing > 0) plain = reduce_warp<Sum>(plain);
+        max = warp_reduce<Max>(all.max), sum = warp_reduce<Sum>(all.rescaled_sum(max));
+        if (label_smoothing > 0) logit_sum = warp_reduce<Sum>(logit_sum);
     }
-    float lse = top + logf(sum);  // of -inf alone: top is then the least finite value, and the sum 0
-    if (isinf(top)) {  // +inf and NaN both make NaN of the sum: only NaN makes NaN of lse
+    float lse = max + logf(sum);  // if all logits are -inf, max is the lowest finite value and the sum is 0
+    if (isinf(max)) {  // both +inf and NaN make the sum NaN, but only NaN may make lse NaN
         bool nan = false;
         for (i64 col = threadIdx.x % 32; col < n; col += 32) nan |= isnan(static_cast<float>(logits[col]));
-        lse = __any_sync(0xffffffff, nan) ? __int_as_float(0x7fffffff) : top;
+        lse = __any_sync(0xffffffff, nan) ? __int_as_float(0x7fffffff) : max;
     }
     if (threadIdx.x % 32) return;
-    const float smooth = smoothing > 0 ? smoothing * (plain / n) : 0.0f;
-    losses[row] = target == ignored ? 0.0f : lse - (1 - smoothing) * picked - smooth + z_loss * lse * lse;
-    lses[row] = target == ignored ? 0.0f : lse;
+    const float smooth = label_smoothing > 0 ? label_smoothing * (logit_sum / n) : 0.0f;
+    losses[row] = target == ignore_index ? 0.0f : lse - (1 - label_smoothing) * target_logit - smooth + z_loss * lse * lse;
+    lses[row] = target == ignore_index ? 0.0f : lse;
 }

@@ -81,12 +81,11 @@ def _kernel(a: torch.dtype, b: torch.dtype, out: torch.dtype, config: Config) ->
     if c.form == "wide":
         parts = 1 if c.block_n <= 128 else 2
         sizes = f"{parts}, {c.block_n // parts}, {c.stages}, {c.group}, {str(c.staged).lower()}"
-        name, parameters = f"fp8_matmul<{types}, {sizes}>", "TTTPqqPqqPiii"
+        name, maps = f"fp8_matmul<{types}, {sizes}>", 3
     else:
         sizes = f"{c.block_m}, {c.warpgroups}, {c.width}, {c.stages}, {c.splits}"
-        name = f"fp8_matmul_few<{types}, {sizes}>"
-        parameters = "TTPqqPqqPiii"
-    return cuda_glue.Kernel(_SOURCE, name, parameters, c.threads, c.shared, c.cluster, early=True)
+        name, maps = f"fp8_matmul_small_m<{types}, {sizes}>", 2
+    return cuda_glue.Kernel(_SOURCE, name, (None,) * (maps + 1), c.threads, c.shared, c.cluster, early=True)
 
 
 def compile(specs, config: Config, arch: str) -> Artifact:
@@ -106,4 +105,5 @@ def run(outs, args, config: Config) -> None:
         maps += (tensor_maps.of(c, hopper_tiles.STORED_ROWS) if config.staged else maps[0],)
     a_scales, b_scales = ((s.data_ptr(), *s.stride()) for s in (a_scale, b_scale))
     blocks = config.launched(m, n, kernel.resident())
-    kernel.launch(blocks, *maps, *a_scales, *b_scales, c.data_ptr(), m, n, k)
+    params = cuda_glue.params(_SOURCE, "fp8_matmul", *a_scales, *b_scales, c.data_ptr(), m, n, k)
+    kernel.launch(blocks, *maps, params)

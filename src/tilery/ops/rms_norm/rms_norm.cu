@@ -1,40 +1,45 @@
-// Rows in registers, rms_norm; read again, rms_norm_long; or passing through shared memory, rms_norm_ring.
-#include "tilery_ring.cuh"
+// RMS norm over rows: y = x / sqrt(mean(x²) + eps) · (weight + offset). A row belongs to a block or to a cluster of
+// blocks.
+//
+// rms_norm: the row stays in registers and is read once.
+// rms_norm_reread: the row is read twice; for rows that do not fit the registers.
+// rms_norm_pipelined: persistent blocks; rows go through a pipeline in shared memory and are read once (sm_90).
+#include "row_pipeline.cuh"
 
-template <typename T, int VEC, int STEPS, int THREADS, int BLOCKS>
+template <typename T, int VEC, int VECS_PER_THREAD, int THREADS, int CLUSTER>
 __global__ void __launch_bounds__(THREADS) rms_norm(
-    const T* x, const T* w, T* y, i64 x_stride, i64 m, i64 n, float eps, float offset) {
-    using Row = Row<T, VEC, STEPS, THREADS, BLOCKS>;
+    const T* x, const T* weight, T* y, i64 x_stride, i64 m, i64 n, float eps, float offset) {
+    using Row = RegisterRow<T, VEC, VECS_PER_THREAD, THREADS, CLUSTER>;
     Row::cluster::begin();
     Row row, weights;
     row.load(x + Row::index() * x_stride, n);
-    weights.load(w, n);  // under way before the sum waits for the row
-    write_normalised(y + Row::index() * n, row, weights, n, eps, offset);
+    weights.load(weight, n);  // in flight before the sum of squares waits for the row
+    normalise_row(y + Row::index() * n, row, weights, n, eps, offset);
 }
 
-// For rows that no registers hold: x is read twice, the second time from the cache where it fits.
-template <typename T, int VEC, int THREADS, int BLOCKS>
-__global__ void __launch_bounds__(THREADS) rms_norm_long(
-    const T* x, const T* w, T* y, i64 x_stride, i64 m, i64 n, float eps, float offset) {
-    Cluster<BLOCKS>::begin();
-    x += blockIdx.x / BLOCKS * x_stride;
-    y += blockIdx.x / BLOCKS * n;
+// The second read of x comes from the cache where the row fits there.
+template <typename T, int VEC, int THREADS, int CLUSTER>
+__global__ void __launch_bounds__(THREADS) rms_norm_reread(
+    const T* x, const T* weight, T* y, i64 x_stride, i64 m, i64 n, float eps, float offset) {
+    Cluster<CLUSTER>::begin();
+    x += blockIdx.x / CLUSTER * x_stride;
+    y += blockIdx.x / CLUSTER * n;
     float squares = 0.0f;
-    stream<VEC, THREADS, BLOCKS>(x, n, [&](i64, const Pack<T, VEC>& pack) { squares += pack.squares(); });
-    write_normalised_long<VEC, THREADS, BLOCKS>(y, x, w, squares, n, eps, offset);
+    for_each_vec<VEC, THREADS, CLUSTER>(x, n, [&](i64, const Vec<T, VEC>& vec) { squares += vec.sum_of_squares(); });
+    normalise_row_reread<VEC, THREADS, CLUSTER>(y, x, weight, squares, n, eps, offset);
 }
 
-template <typename T, int STEPS, int THREADS, int BLOCKS, int SLOTS>
-__global__ void __launch_bounds__(THREADS) rms_norm_ring(
-    const T* x, const T* w, T* y, i64 x_stride, i64 m, i64 n, float eps, float offset) {
+template <typename T, int VECS_PER_THREAD, int THREADS, int CLUSTER, int STAGES>
+__global__ void __launch_bounds__(THREADS) rms_norm_pipelined(
+    const T* x, const T* weight, T* y, i64 x_stride, i64 m, i64 n, float eps, float offset) {
     constexpr int VEC = 16 / sizeof(T);
-    float squares = 0.0f, scale;
-    pass_rows<STEPS, THREADS, BLOCKS, SLOTS, 1>(
+    float squares = 0.0f, rstd;
+    pipeline_rows<VECS_PER_THREAD, THREADS, CLUSTER, STAGES, 1>(
         {x}, {x_stride}, m, n,
-        [&](i64, int, const Pack<T, VEC> (&packs)[1]) { squares += packs[0].squares(); },
-        [&](int turn) { scale = row_scale<THREADS, BLOCKS>(squares, n, eps, turn), squares = 0.0f; },
-        [&](int col) { return Pack<T, VEC>::from(w + col); },
-        [&](i64 row, int col, const Pack<T, VEC>& pack, const Pack<T, VEC>& weights) {
-            write_scaled(y + row * n + col, pack, weights, scale, offset);
+        [&](i64, int, const Vec<T, VEC> (&vecs)[1]) { squares += vecs[0].sum_of_squares(); },
+        [&](int iteration) { rstd = row_rstd<THREADS, CLUSTER>(squares, n, eps, iteration), squares = 0.0f; },
+        [&](int col) { return Vec<T, VEC>::load(weight + col); },
+        [&](i64 row, int col, const Vec<T, VEC>& vec, const Vec<T, VEC>& weights) {
+            store_normalised(y + row * n + col, vec, weights, rstd, offset);
         });
 }

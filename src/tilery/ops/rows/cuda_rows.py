@@ -209,11 +209,11 @@ class CudaRows(Kernel):
         name = self.source.stem
         if config.stages:
             name += "_pipelined"
-            constants |= {"STEPS": _CHUNK // 16, "STAGES": config.stages}
+            constants |= {"VECS_PER_THREAD": _CHUNK // 16, "STAGES": config.stages}
             grid = Persistent(m * config.cluster)
         elif config.in_registers:
-            steps = max(-(-n // (vector * config.threads * config.cluster)), 1)
-            constants |= {"VEC": vector, "STEPS": steps}
+            vectors = max(-(-n // (vector * config.threads * config.cluster)), 1)
+            constants |= {"VEC": vector, "VECS_PER_THREAD": vectors}
         else:
             name += "_reread"
             constants |= {"VEC": vector}

@@ -1,77 +1,83 @@
-// Rows in registers, softmax; read again, softmax_long; or passing through shared memory, softmax_ring.
-#include "tilery_ring.cuh"
+// softmax over rows: y = exp(x - max(x)) / sum(exp(x - max(x))). A row belongs to a block or to a cluster of blocks.
+//
+// softmax: the row stays in registers and is read once.
+// softmax_reread: the row is read twice; for rows that do not fit the registers.
+// softmax_pipelined: persistent blocks; rows go through a pipeline in shared memory and are read once (sm_90).
+#include "row_pipeline.cuh"
 
-// The row's maximum, and 1 / sum(exp(x - maximum)), from the block's maximum and every thread's sum below it.
-template <int THREADS, int BLOCKS>
-__device__ float2 row_sums(float own_top, float own_sum, int turn = 0) {
-    float4 all[BLOCKS];
-    Cluster<BLOCKS>::exchange(all, {own_top, reduce_block<Sum, THREADS>(own_sum)}, turn);
-    float top = Max::start, sum = 0.0f;
+struct RowStats { float max, inverse_sum; };  // inverse_sum: 1 / sum(exp(x - max))
+
+// Statistics of the row, from the block's maximum and each thread's sum of exp(x - own_max).
+template <int THREADS, int CLUSTER>
+__device__ RowStats row_stats(float own_max, float own_sum, int iteration = 0) {
+    float4 all[CLUSTER];
+    Cluster<CLUSTER>::all_gather(all, {own_max, block_reduce<Sum, THREADS>(own_sum)}, iteration);
+    float max = Max::identity, sum = 0.0f;
 #pragma unroll
-    for (int b = 0; b < BLOCKS; ++b) top = fmaxf(top, all[b].x);
+    for (int b = 0; b < CLUSTER; ++b) max = fmaxf(max, all[b].x);
 #pragma unroll
-    for (int b = 0; b < BLOCKS; ++b) sum += all[b].y * expf(all[b].x - top);
-    return {top, 1.0f / sum};
+    for (int b = 0; b < CLUSTER; ++b) sum += all[b].y * expf(all[b].x - max);
+    return {max, 1.0f / sum};
 }
 
 template <typename T, int VEC>
-__device__ void write(T* y, const Pack<T, VEC>& x, float2 sums) {
+__device__ void store_softmax(T* y, const Vec<T, VEC>& x, RowStats stats) {
     float values[VEC];
-    x.widen(values);
+    x.to_float(values);
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) values[i] = exponential<T>(values[i] - sums.x) * sums.y;
+    for (int i = 0; i < VEC; ++i) values[i] = exp_for<T>(values[i] - stats.max) * stats.inverse_sum;
     store(y, values);
 }
 
-template <typename T, int VEC, int STEPS, int THREADS, int BLOCKS>
+template <typename T, int VEC, int VECS_PER_THREAD, int THREADS, int CLUSTER>
 __global__ void __launch_bounds__(THREADS) softmax(const T* x, T* y, i64 x_stride, i64 m, i64 n) {
-    using Row = Row<T, VEC, STEPS, THREADS, BLOCKS>;
+    using Row = RegisterRow<T, VEC, VECS_PER_THREAD, THREADS, CLUSTER>;
     Row::cluster::begin();
     Row row;
     row.load(x + Row::index() * x_stride, n);
     y += Row::index() * n;
-    float own_top = Max::start, own_sum = 0.0f, values[VEC];
-    row.each(n, [&](int step, int) {
-        row.packs[step].widen(values);
+    float own_max = Max::identity, own_sum = 0.0f, values[VEC];
+    row.for_each(n, [&](int v, int) {
+        row.vecs[v].to_float(values);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) own_top = fmaxf(own_top, values[i]);
+        for (int i = 0; i < VEC; ++i) own_max = fmaxf(own_max, values[i]);
     });
-    own_top = reduce_block<Max, THREADS>(own_top);
-    row.each(n, [&](int step, int) {
-        row.packs[step].widen(values);
+    own_max = block_reduce<Max, THREADS>(own_max);
+    row.for_each(n, [&](int v, int) {
+        row.vecs[v].to_float(values);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) own_sum += exponential<T>(values[i] - own_top);
+        for (int i = 0; i < VEC; ++i) own_sum += exp_for<T>(values[i] - own_max);
     });
-    const float2 sums = row_sums<THREADS, BLOCKS>(own_top, own_sum);
-    row.each(n, [&](int step, int col) { write(y + col, row.packs[step], sums); });
+    const RowStats stats = row_stats<THREADS, CLUSTER>(own_max, own_sum);
+    row.for_each(n, [&](int v, int col) { store_softmax(y + col, row.vecs[v], stats); });
 }
 
-// For rows that no registers hold: x is read twice, the second time from the cache where it fits.
-template <typename T, int VEC, int THREADS, int BLOCKS>
-__global__ void __launch_bounds__(THREADS) softmax_long(const T* x, T* y, i64 x_stride, i64 m, i64 n) {
-    Cluster<BLOCKS>::begin();
-    x += blockIdx.x / BLOCKS * x_stride;
-    y += blockIdx.x / BLOCKS * n;
-    Exponentials<T> own;
-    stream<VEC, THREADS, BLOCKS>(x, n, [&](i64, const Pack<T, VEC>& pack) { own.add(pack); });
-    const float own_top = reduce_block<Max, THREADS>(own.top);
-    const float2 sums = row_sums<THREADS, BLOCKS>(own_top, own.below(own_top));
-    stream<VEC, THREADS, BLOCKS>(x, n, [&](i64 col, const Pack<T, VEC>& pack) { write(y + col, pack, sums); });
+// The second read of x comes from the cache where the row fits there.
+template <typename T, int VEC, int THREADS, int CLUSTER>
+__global__ void __launch_bounds__(THREADS) softmax_reread(const T* x, T* y, i64 x_stride, i64 m, i64 n) {
+    Cluster<CLUSTER>::begin();
+    x += blockIdx.x / CLUSTER * x_stride;
+    y += blockIdx.x / CLUSTER * n;
+    OnlineLogSumExp<T> own;
+    for_each_vec<VEC, THREADS, CLUSTER>(x, n, [&](i64, const Vec<T, VEC>& vec) { own.add(vec); });
+    const float own_max = block_reduce<Max, THREADS>(own.max);
+    const RowStats stats = row_stats<THREADS, CLUSTER>(own_max, own.rescaled_sum(own_max));
+    for_each_vec<VEC, THREADS, CLUSTER>(x, n, [&](i64 col, const Vec<T, VEC>& vec) { store_softmax(y + col, vec, stats); });
 }
 
-template <typename T, int STEPS, int THREADS, int BLOCKS, int SLOTS>
-__global__ void __launch_bounds__(THREADS) softmax_ring(const T* x, T* y, i64 x_stride, i64 m, i64 n) {
+template <typename T, int VECS_PER_THREAD, int THREADS, int CLUSTER, int STAGES>
+__global__ void __launch_bounds__(THREADS) softmax_pipelined(const T* x, T* y, i64 x_stride, i64 m, i64 n) {
     constexpr int VEC = 16 / sizeof(T);
-    Exponentials<T> own;
-    float2 sums;
-    pass_rows<STEPS, THREADS, BLOCKS, SLOTS, 1>(
+    OnlineLogSumExp<T> own;
+    RowStats stats;
+    pipeline_rows<VECS_PER_THREAD, THREADS, CLUSTER, STAGES, 1>(
         {x}, {x_stride}, m, n,
-        [&](i64, int, const Pack<T, VEC> (&packs)[1]) { own.add(packs[0]); },
-        [&](int turn) {
-            const float own_top = reduce_block<Max, THREADS>(own.top);
-            sums = row_sums<THREADS, BLOCKS>(own_top, own.below(own_top), turn);
+        [&](i64, int, const Vec<T, VEC> (&vecs)[1]) { own.add(vecs[0]); },
+        [&](int iteration) {
+            const float own_max = block_reduce<Max, THREADS>(own.max);
+            stats = row_stats<THREADS, CLUSTER>(own_max, own.rescaled_sum(own_max), iteration);
             own = {};
         },
-        [](int) { return 0; },
-        [&](i64 row, int col, const Pack<T, VEC>& pack, int) { write(y + row * n + col, pack, sums); });
+        [](int) { return 0; },  // nothing to prefetch
+        [&](i64 row, int col, const Vec<T, VEC>& vec, int) { store_softmax(y + row * n + col, vec, stats); });
 }

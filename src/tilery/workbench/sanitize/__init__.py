@@ -134,7 +134,7 @@ def command(program: Path, batch: Batch, folder: Path, asked: Asked) -> list[str
 
 
 def environment() -> dict[str, str]:
-    """Of the child: every tensor is an allocation of its own, so that an overrun is seen."""
+    """The child's environment: every tensor is an allocation of its own, so that an overrun is seen."""
     env = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "TILERY_EXPLAIN")}
     source = str(Path(__file__).parents[3])  # so that a checkout works uninstalled
     env["PYTHONPATH"] = os.pathsep.join([source, *filter(None, [env.get("PYTHONPATH")])])
@@ -296,14 +296,14 @@ def rows(ops: Sequence[Op], asked: Asked, progress: Callable[[int, int], None] =
     """Every row, batch by batch as they end; `progress` is told how many of how many batches are done."""
     require_gpu()
     program = sanitizer()
-    todo, skipped = batches(ops, asked)
+    waiting, skipped = batches(ops, asked)
     yield from skipped
     with ThreadPoolExecutor(asked.jobs) as pool:
-        running = [pool.submit(examined, program, batch, asked) for batch in todo]
+        running = [pool.submit(examined, program, batch, asked) for batch in waiting]
         try:
             for count, future in enumerate(as_completed(running), 1):
                 yield from future.result()
-                progress(count, len(todo))
+                progress(count, len(waiting))
         finally:  # after an error or an interrupt nothing goes on behind the user's back
             pool.shutdown(wait=False, cancel_futures=True)
             for process in tuple(_alive):

@@ -1,157 +1,188 @@
-// Attention: tiles of queries against blocks of keys and values, which TMA brings around a ring.
+// Attention (prefill) on Hopper by TMA and wgmma: softmax(q · kᵀ · softmax_scale) · v, causal, with a window, packed or
+// not.
 //
-// A warpgroup has 64 queries. It multiplies them with one block of keys, and in the same go its weights of the block before
-// with that one's values; while the second product is under way it makes weights of the scores of the first. Warpgroups take
-// turns to hand their products to the tensor cores, so that one makes weights while another multiplies.
-#include "tilery_attention.cuh"
+// Blocks go from tile to tile of BLOCK_M queries of one head. The last warpgroup's first thread is the producer: it
+// loads q, and blocks of keys and values through a pipeline. Each consumer warpgroup has 64 queries. It issues
+// S = Q · Kᵀ of one block together with O += P · V of the block before, and computes the softmax of the first while the
+// second runs. Warpgroups issue their wgmmas in turns, so that one computes its softmax while another uses the tensor
+// cores.
+#include "attention_mainloop.cuh"
 
-// What is asked, the same for all blocks; packed sequences have ends, and begin and end among all tokens.
-struct Problem {
-    const int *ends_q, *ends_k;
-    int sequences, heads, group;  // group: heads that share keys
-    int queries, keys;  // of a sequence, or all tokens of packed ones
-    int most_queries, most_keys;  // of a packed sequence, as declared
-    int tiles, band;  // tiles of a sequence of the most queries; heads whose tiles run together and find their keys in the L2
-    int left, right;  // a query sees keys so far to the left and right of its place
+template <typename T>
+struct AttentionParams {
+    T* out;
+    float* lse;  // or null
+    const int* cu_seqlens_q;  // null if sequences are not packed
+    const int* cu_seqlens_k;
+    i64 out_batch_stride;
+    i64 out_row_stride;
+    i64 out_head_stride;
+    i64 lse_batch_stride;
+    i64 lse_head_stride;
+    int sequences;
+    int heads;
+    int heads_per_kv;  // query heads that share a KV head
+    int seqlen_q;  // queries of a sequence; of packed sequences, all tokens
+    int seqlen_k;
+    int max_seqlen_q;  // of a packed sequence, as declared
+    int max_seqlen_k;
+    int tiles_per_head;  // tiles of a sequence with max_seqlen_q queries
+    int heads_per_group;  // (sequence, head) pairs whose tiles run together and find their keys in the L2
+    int window_left;  // a query sees so many keys to the left of its position, and window_right to the right
+    int window_right;
+    float softmax_scale;
 };
 
-// Queries of one head from `first` on, and what they see. `poison` is 0, or NaN where a packed sequence is cut: then its rows
-// see nothing and are NaN.
+// Queries of one head from `first` on, and the keys that they see. `poison` is 0, or NaN where cu_seqlens is invalid:
+// the rows of such a sequence see no keys and are NaN.
 struct __align__(16) Tile {
-    int sequence, head, first, queries, keys, from_q, from_k;
+    int sequence, head, first, queries, keys, token_q, token_k;  // token_q, token_k: where a packed sequence begins
     float poison;
-    Seen seen;
+    KeyBlocks blocks;
 
-    template <int BM, int BN>
-    static __device__ Tile of(int t, const Problem& p) {
-        const int pairs = (p.ends_q ? p.sequences + 1 : p.sequences) * p.heads;
-        const int before = t / (p.band * p.tiles) * p.band, height = min(pairs - before, p.band), rest = t % (p.band * p.tiles);
-        const int pair = before + rest % height;
-        Tile tile{pair / p.heads, pair % p.heads, (p.tiles - 1 - rest / height) * BM, p.queries, p.keys, 0, 0, 0.0f,
-                  {{0, 0}, {0, 0}}};
-        if (p.ends_q) {
-            const Bounds q = bounds_of(p.ends_q, tile.sequence, p.sequences, p.queries);
-            Bounds k{0, 0};
+    template <int BLOCK_M, int BLOCK_N, typename T>
+    static __device__ Tile of(int t, const AttentionParams<T>& p) {
+        const int pairs = (p.cu_seqlens_q ? p.sequences + 1 : p.sequences) * p.heads;
+        const int group_size = p.heads_per_group * p.tiles_per_head, first_pair = t / group_size * p.heads_per_group;
+        const int group_pairs = min(pairs - first_pair, p.heads_per_group), in_group = t % group_size;
+        const int pair = first_pair + in_group % group_pairs;
+        Tile tile{pair / p.heads, pair % p.heads, (p.tiles_per_head - 1 - in_group / group_pairs) * BLOCK_M, p.seqlen_q,
+                  p.seqlen_k, 0, 0, 0.0f, {{0, 0}, {0, 0}}};
+        if (p.cu_seqlens_q) {
+            const Range q = sequence_range(p.cu_seqlens_q, tile.sequence, p.sequences, p.seqlen_q);
+            Range k{0, 0};
             if (tile.sequence < p.sequences) {
-                if (is_cut(p.ends_q, tile.sequence, p.queries, p.most_queries) ||
-                    is_cut(p.ends_k, tile.sequence, p.keys, p.most_keys))
-                    tile.poison = not_a_number();
+                if (is_invalid_sequence(p.cu_seqlens_q, tile.sequence, p.seqlen_q, p.max_seqlen_q) ||
+                    is_invalid_sequence(p.cu_seqlens_k, tile.sequence, p.seqlen_k, p.max_seqlen_k))
+                    tile.poison = quiet_nan();
                 else
-                    k = bounds_of(p.ends_k, tile.sequence, p.sequences, p.keys);
+                    k = sequence_range(p.cu_seqlens_k, tile.sequence, p.sequences, p.seqlen_k);
             }
-            tile.from_q = q.begin, tile.queries = q.end - q.begin, tile.from_k = k.begin, tile.keys = k.end - k.begin;
-            tile.sequence = 0;  // all tokens are one
+            tile.token_q = q.begin, tile.queries = q.end - q.begin, tile.token_k = k.begin, tile.keys = k.end - k.begin;
+            tile.sequence = 0;  // packed tensors have no batch dimension
         }
         if (tile.first >= tile.queries) return tile;
-        const int place = tile.first + tile.keys - tile.queries;
-        tile.seen = Seen::of<BN>(place, min(place + BM, tile.keys) - 1, tile.keys, p.left, p.right);
+        const int position = tile.first + tile.keys - tile.queries;  // of the first query: the last query is at the last key
+        tile.blocks = KeyBlocks::of<BLOCK_N>(position, min(position + BLOCK_M, tile.keys) - 1, tile.keys, p.window_left,
+                                             p.window_right);
         return tile;
     }
 };
 
-// Blocks go from tile to tile. SHARE blocks of a cluster have neighbouring tiles of one head, see the keys that any of them
-// sees, and fetch a part of each block of keys and values for all.
-template <typename T, int D, int BN, int WARPGROUPS, int SLOTS, int SHARE>
+// MULTICAST blocks of a cluster have neighbouring tiles of one head. They all visit the keys that any of them sees, and
+// each loads a part of every block of keys and values for all. The params are not __grid_constant__: with it some
+// instances spill (NVRTC 13.4, HEAD_DIM 16 and 32).
+template <typename T, int HEAD_DIM, int BLOCK_N, int WARPGROUPS, int STAGES, int MULTICAST>
 __global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
-    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-    T* out, float* lse, const int* ends_q, const int* ends_k, i64 out_batch, i64 out_row, i64 out_head, i64 lse_batch,
-    i64 lse_head, int sequences, int heads, int group, int queries, int keys, int most_queries, int most_keys, int tiles,
-    int band, int left, int right, float scale) {
-    using Walk = ::Walk<T, D, BN, WARPGROUPS>;
-    constexpr int CHUNKS = Walk::CHUNKS, COLUMNS = Walk::COLUMNS, BM = Walk::BM, Q_BYTES = Walk::Q_BYTES;
-    extern __shared__ __align__(1024) unsigned char memory[];
-    static_assert(BN / SHARE * SPAN % PATTERN == 0, "parts start at multiples of the swizzle's pattern");
-    using Ring = TileRing<SLOTS, Walk::BYTES, 0, SHARE>;
-    Ring ring(memory, Q_BYTES + 16 + 2 * sizeof(Tile));
-    TileRing<1, Q_BYTES> q(ring.behind());
-    Tile* const todo = reinterpret_cast<Tile*>(ring.behind() + Q_BYTES + 16);  // comes with q: this one, and the next
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    const __grid_constant__ TensorMap v_map,
+    const AttentionParams<T> p) {
+    using Mainloop = ::Mainloop<T, HEAD_DIM, BLOCK_N, WARPGROUPS>;
+    constexpr int CHUNKS = Mainloop::CHUNKS, CHUNK_COLS = Mainloop::CHUNK_COLS, BLOCK_M = Mainloop::BLOCK_M;
+    constexpr int Q_BYTES = Mainloop::Q_BYTES, PART_N = BLOCK_N / MULTICAST;  // PART_N: keys that a block loads for all
+    extern __shared__ __align__(1024) unsigned char smem[];
+    static_assert(PART_N * SWIZZLE_BYTES % SWIZZLE_ATOM == 0, "parts start at multiples of the swizzle atom");
+    using KvPipeline = TilePipeline<STAGES, Mainloop::KV_BYTES, 0, MULTICAST>;
+    KvPipeline kv(smem, Q_BYTES + 16 + 2 * sizeof(Tile));
+    TilePipeline<1, Q_BYTES> q(kv.after_tiles());
+    // The producer computes each tile once and hands it to the consumers with q: the current tile and the next.
+    Tile* const tile_queue = reinterpret_cast<Tile*>(kv.after_tiles() + Q_BYTES + 16);
     if (threadIdx.x == 0) {
-        ring.init(WARPGROUPS * 4), q.init(WARPGROUPS * 4);
-        prefetch_map(q_map), prefetch_map(k_map), prefetch_map(v_map);
+        kv.init(WARPGROUPS * 4), q.init(WARPGROUPS * 4);
+        prefetch_tensor_map(q_map), prefetch_tensor_map(k_map), prefetch_tensor_map(v_map);
     }
-    if constexpr (SHARE > 1) Cluster<SHARE>::meet();
+    if constexpr (MULTICAST > 1) Cluster<MULTICAST>::sync();
     else __syncthreads();
-    take_over();
-    const Problem p{ends_q, ends_k, sequences, heads, group, queries, keys, most_queries, most_keys, tiles, band, left, right};
+    pdl_wait();
+    pdl_launch_dependents();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x % 32;
-    const int all = (ends_q ? sequences + 1 : sequences) * heads * tiles, grid = gridDim.x / SHARE;
-    const int rank = Cluster<SHARE>::rank(), start = blockIdx.x / SHARE;
-    // The heaviest tiles come first; there and back, so that all blocks have as much to do.
-    const auto nth = [&](int round) { return round * grid + (round % 2 ? grid - 1 - start : start); };
+    const int tiles = (p.cu_seqlens_q ? p.sequences + 1 : p.sequences) * p.heads * p.tiles_per_head;
+    const int clusters = gridDim.x / MULTICAST, rank = Cluster<MULTICAST>::rank(), cluster = blockIdx.x / MULTICAST;
+    // The tile of this cluster in each round. The heaviest tiles come first. Every other round goes in reverse order,
+    // so that all blocks have about the same work.
+    const auto tile_index = [&](int round) { return round * clusters + (round % 2 ? clusters - 1 - cluster : cluster); };
     if (warpgroup == WARPGROUPS) {
-        give_registers<WARPGROUPS == 2 ? 40 : 32>();
+        decrease_registers<WARPGROUPS == 2 ? 40 : 32>();
         if (warp == WARPGROUPS * 4 && lane == 0) {
-            constexpr int PART = BN / SHARE;
-            const auto load = [&](const TensorMap& map, int row, int head, int sequence) {
-                Arrival& arrival = ring.ask();
-                unsigned char* const to = ring.tile() + rank * PART * SPAN;
+            const auto load_kv = [&](const TensorMap& map, int row, int head, int sequence) {
+                Mbarrier& full = kv.producer_acquire();
+                unsigned char* const to = kv.tile() + rank * PART_N * SWIZZLE_BYTES;
 #pragma unroll
                 for (int c = 0; c < CHUNKS; ++c) {
-                    if constexpr (SHARE == 1)
-                        load_box(arrival, to + c * BN * SPAN, map, c * COLUMNS, row, head, sequence);
+                    if constexpr (MULTICAST == 1)
+                        tma_load_4d(full, to + c * BLOCK_N * SWIZZLE_BYTES, map, c * CHUNK_COLS, row, head, sequence);
                     else
-                        load_box_for((1 << SHARE) - 1, arrival, to + c * BN * SPAN, map, c * COLUMNS, row + rank * PART, head,
-                                     sequence);
+                        tma_load_4d_multicast((1 << MULTICAST) - 1, full, to + c * BLOCK_N * SWIZZLE_BYTES, map,
+                                              c * CHUNK_COLS, row + rank * PART_N, head, sequence);
                 }
-                ring.next();
+                kv.advance();
             };
-            const auto begin = [&](const Tile& tile, bool empty) {
-                q.wait_until_free();
-                todo[q.phase] = tile;
-                if (empty) {
+            const auto begin_tile = [&](const Tile& tile, bool no_keys) {
+                q.wait_empty();
+                tile_queue[q.phase] = tile;
+                if (no_keys) {
                     q.full->arrive();
                 } else {
-                    q.full->expect(Q_BYTES);
-                    const int row = tile.from_q + tile.first + rank * BM;
+                    q.full->arrive_expect_tx(Q_BYTES);
+                    const int row = tile.token_q + tile.first + rank * BLOCK_M;
 #pragma unroll
                     for (int c = 0; c < CHUNKS; ++c)
-                        load_box(*q.full, q.tile() + c * BM * SPAN, q_map, c * COLUMNS, row, tile.head, tile.sequence);
+                        tma_load_4d(*q.full, q.tile() + c * BLOCK_M * SWIZZLE_BYTES, q_map, c * CHUNK_COLS, row, tile.head,
+                                    tile.sequence);
                 }
-                q.next();
+                q.advance();
             };
-            for (int round = 0; round * grid < all; ++round) {
-                if (nth(round) >= all) continue;
-                const Tile tile = Tile::of<BM * SHARE, BN>(nth(round), p);
-                const int kv_head = tile.head / group;
-                const Bounds blocks = tile.seen.blocks;
-                if (blocks.begin == blocks.end) begin(tile, true);
+            for (int round = 0; round * clusters < tiles; ++round) {
+                if (tile_index(round) >= tiles) continue;
+                const Tile tile = Tile::of<BLOCK_M * MULTICAST, BLOCK_N>(tile_index(round), p);
+                const int kv_head = tile.head / p.heads_per_kv;
+                const Range blocks = tile.blocks.visible;
+                if (blocks.begin == blocks.end) begin_tile(tile, true);
 #pragma unroll 1
-                for (int b = blocks.end - 1; b >= blocks.begin; --b) {
-                    load(k_map, tile.from_k + b * BN, kv_head, tile.sequence);
-                    if (b == blocks.end - 1) begin(tile, false);
-                    else load(v_map, tile.from_k + (b + 1) * BN, kv_head, tile.sequence);
-                    if (b == blocks.begin) load(v_map, tile.from_k + b * BN, kv_head, tile.sequence);
+                for (int b = blocks.end - 1; b >= blocks.begin; --b) {  // in the order in which the mainloop takes them
+                    load_kv(k_map, tile.token_k + b * BLOCK_N, kv_head, tile.sequence);
+                    if (b == blocks.end - 1) begin_tile(tile, false);
+                    else load_kv(v_map, tile.token_k + (b + 1) * BLOCK_N, kv_head, tile.sequence);
+                    if (b == blocks.begin) load_kv(v_map, tile.token_k + b * BLOCK_N, kv_head, tile.sequence);
                 }
             }
         }
     } else {
-        take_registers<WARPGROUPS == 2 ? 232 : 160>();
-        const int own = rank * BM + warp * 16 + lane / 4, quad = lane % 4;
-        float sums[Walk::WIDE / 2];
-        Turn<WARPGROUPS>::begin(warpgroup);
-        for (int round = 0; round * grid < all; ++round) {
-            if (nth(round) >= all) continue;
-            q.wait();
-            const Tile& tile = todo[q.phase];
-            const int place = tile.first + own + tile.keys - tile.queries;
-            Rows rows;
-            Walk::run(ring, q, {tile.seen, {place, place + 8}, tile.keys, left, right, ends_k != nullptr}, scale, rows, sums);
-            rows.total[0] += tile.poison, rows.total[1] += tile.poison;
-            rows.finish(sums);
-            // Tokens that no sequence has may be more than the most queries, as may those of a sequence that is cut.
-            for (int row = tile.first + own; row - own < tile.queries; row += tiles * BM * SHARE) {
+        increase_registers<WARPGROUPS == 2 ? 232 : 160>();
+        const int own_row = rank * BLOCK_M + warp * 16 + lane / 4, quad_lane = lane % 4;
+        float acc[Mainloop::PADDED_DIM / 2];
+        OrderBarrier<WARPGROUPS>::begin(warpgroup);
+        for (int round = 0; round * clusters < tiles; ++round) {
+            if (tile_index(round) >= tiles) continue;
+            q.consumer_wait();
+            const Tile& tile = tile_queue[q.phase];
+            const int position = tile.first + own_row + tile.keys - tile.queries;
+            OnlineSoftmax softmax;
+            const bool packed = p.cu_seqlens_k != nullptr;
+            Mainloop::run(kv, q,
+                          {tile.blocks, {position, position + 8}, tile.keys, p.window_left, p.window_right, packed},
+                          p.softmax_scale, softmax, acc);
+            softmax.row_sum[0] += tile.poison, softmax.row_sum[1] += tile.poison;
+            softmax.finalize(acc);
+            // Tokens of no sequence, or of an invalid one, may be more than max_seqlen_q: one tile writes all their
+            // rows.
+            for (int row = tile.first + own_row; row - own_row < tile.queries;
+                 row += p.tiles_per_head * BLOCK_M * MULTICAST) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    const i64 at = tile.from_q + row + 8 * h;
+                    const i64 token = tile.token_q + row + 8 * h;
                     const bool inside = row + 8 * h < tile.queries;
-                    store_row(out + tile.sequence * out_batch + at * out_row + tile.head * out_head, 0, D, inside, sums, 2 * h);
-                    if (lse && inside && quad == 0)
-                        lse[tile.sequence * lse_batch + tile.head * lse_head + at] = (rows.top[h] + log2f(rows.total[h])) * LN2;
+                    store_row(p.out + tile.sequence * p.out_batch_stride + token * p.out_row_stride +
+                                  tile.head * p.out_head_stride,
+                              0, HEAD_DIM, inside, acc, 2 * h);
+                    if (p.lse && inside && quad_lane == 0)
+                        p.lse[tile.sequence * p.lse_batch_stride + tile.head * p.lse_head_stride + token] =
+                            (softmax.row_max[h] + log2f(softmax.row_sum[h])) * LN2;
                 }
             }
         }
-        Turn<WARPGROUPS>::end(warpgroup);
+        OrderBarrier<WARPGROUPS>::end(warpgroup);
     }
     __syncwarp();
-    if constexpr (SHARE > 1) Cluster<SHARE>::meet();  // another block may still fetch for this one
+    if constexpr (MULTICAST > 1) Cluster<MULTICAST>::sync();  // another block may still multicast to this one
 }

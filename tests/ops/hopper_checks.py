@@ -17,6 +17,13 @@ def weights_are_made_while_it_multiplies(sass, keys):
     return between.count("MUFU.EX2") >= keys // 2 and between.count("HGMMA") == 0
 
 
+def flat(given):
+    """Arguments of a launch, with those of a params struct in its place."""
+    for value in given:
+        made = getattr(value, "_made", None)
+        yield from (value,) if made is None else (getattr(made, name) or 0 for name, _ in made._fields_)
+
+
 def card(op):
     where = place(op, "cuda.hopper").device
     if where is None or device.arch(where) != "sm_90":

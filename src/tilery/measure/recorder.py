@@ -1,0 +1,55 @@
+"""The rows of one run, kept as they are measured."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+
+import torch
+
+from tilery.base.spec import Artifact
+from tilery.hardware import device
+from tilery.measure import ceilings, inspect
+from tilery.measure.place import describe
+from tilery.measure.result import Row
+from tilery.measure.store import Store, command_line
+
+_KEPT_STAGES = ("cuda", "ptx", "sass", "asm")
+
+
+class Recorder:
+    """The rows of one run, in the store before the next is measured."""
+
+    def __init__(self, store: Store, devices: Iterable[torch.device]) -> None:
+        self.store, self.rows = store, list[Row]()
+        roofs = {device.name(where): asdict(ceilings.ceilings(where)) for where in devices}
+        self.id = store.start(command_line(), {"ceilings": roofs})
+
+    def add(self, *rows: Row) -> None:
+        self.rows += rows
+        self.store.add(self.id, *rows)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The run is finished when the block ends; a Ctrl-C inside says what is kept of it."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"{len(self.rows)} rows are kept as run {self.id}") from None
+        self.store.finish(self.id)
+
+    def keep_code(self, artifact: Artifact) -> str:
+        made = [stage for stage in inspect.stages(artifact) if stage in _KEPT_STAGES]
+        return self.store.add_code({stage: inspect.stage(artifact, stage) for stage in made})
+
+    def describe(self, like: Row, artifact: Artifact) -> None:
+        """Every row of this kernel, config and case."""
+        code = self.keep_code(artifact)
+        for n, row in enumerate(self.rows):
+            if kind_of(row) == kind_of(like):
+                describe(row, artifact, code)
+                self.store.replace(self.id, n, row)
+
+
+def kind_of(row: Row) -> tuple[str, ...]:
+    """Rows of which a compiler makes the same; a case may change the code though its config is the same."""
+    return row.op, row.kernel, row.config, row.case
