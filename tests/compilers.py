@@ -1,7 +1,5 @@
 """Which compilers the bounds on spilled registers hold for: older ones allocate otherwise, and a user may have one."""
 
-from tilery.languages import load
-
 WRITTEN_WITH = {"cuda": (13, 4), "triton": (3, 7)}  # NVRTC; Triton, which brings its own ptxas
 
 
@@ -13,7 +11,9 @@ def most_spills(kernel, older=0):
 
 def version(language):
     if language == "cuda":
-        return tuple(load("cuda")._compiler())
+        from tilery.languages import cuda_compiler
+
+        return tuple(cuda_compiler._compiler())
     import triton
 
     return tuple(int(part) for part in triton.__version__.split(".")[:2])

@@ -5,33 +5,37 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_checks import card, on_card, weights_are_made_while_it_multiplies
-from tilery.ops.attention_decode import inputs
+from hopper_checks import card, on_card, softmax_overlaps_products
+from hopper_launches import run
 
 from tilery import languages
 from tilery.base.spec import case
-from tilery.core.cases import specs_for
+from tilery.core import policy
+from tilery.core.cases import call_for, specs_for
 from tilery.hardware import device
-from tilery.ops import attention_decode
+from tilery.ops.attention.attention_decode import attention_decode
+from tilery.ops.attention.paged_cases import decode_inputs as inputs
 
 if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.ops.attention_decode import cuda_hopper_kernel as kernel
-from tilery.ops.attention_decode.cuda_hopper_kernel import Config
-
 from tilery.languages import toolkit
-from tilery.parts import hopper_paged_attention
+from tilery.ops.attention.cuda.paged import Config
 
+kernel = attention_decode.kernel("cuda.hopper")
 LLAMA = {"m": 16, "keys": 8192, "heads": 32, "kv_heads": 8, "n": 128, "dtype": "bf16"}
 SMALL = {"m": 4, "keys": 701, "lengths": "701+0+77+131", "heads": 8, "kv_heads": 2, "n": 128, "dtype": "bf16"}
 SIZES = (16, 32, 64, 80, 96, 128, 192, 256)
-FEW = Config(64, 5, 16, block_m=64, least=2)
-REGISTERS, MEMORY, RESERVED = 65536, 228 * 1024, 1024  # of a processor; of its memory, for each block
+FEW = Config(64, 5, 16, block_m=64, min_blocks=2)
+REGISTERS, MEMORY, RESERVED = 65536, 228 * 1024, 1024  # of an SM; of its memory, for each block
 
 
 def specs(**more):
-    return specs_for(attention_decode, case(**LLAMA | more), "cuda:0")
+    return specs_for(attention_decode, case(**LLAMA | more))
+
+
+def call(**more):
+    return call_for(attention_decode, case(**LLAMA | more))
 
 
 @pytest.mark.parametrize(
@@ -44,17 +48,17 @@ def specs(**more):
         ({"heads": 28, "kv_heads": 4, "queries": 16}, None),  # 112 rows are one tile
         (
             {"heads": 24, "kv_heads": 2, "queries": 16},
-            "must be a power of two up to 128 for TMA to fetch as rows, got 12",
+            "must be a power of two up to 128 for TMA to load as rows, got 12",
         ),
-        ({"heads": 256, "kv_heads": 1}, "up to 128 for TMA to fetch as rows, got 256"),
+        ({"heads": 256, "kv_heads": 1}, "up to 128 for TMA to load as rows, got 256"),
         ({"layout": "padded", "window": 100}, None),
         ({"layout": "together", "block_size": 16, "queries": 16}, None),
         ({"keys": 8191, "m": 3}, None),
     ],
 )
 @pytest.mark.usefixtures("hopper")
-def test_takes_what_tma_can_fetch_and_nothing_added_to_scores(more, said):
-    why = kernel.refusal(*specs(**more))
+def test_takes_what_tma_can_load_and_nothing_added_to_scores(more, said):
+    why = kernel.refusal(call(**more))
     assert why is None if said is None else said in why
 
 
@@ -62,8 +66,11 @@ def test_takes_what_tma_can_fetch_and_nothing_added_to_scores(more, said):
 def test_tokens_of_sequences_that_lie_apart_are_refused():
     q, *rest = specs(queries=2, m=3)
     apart = q._replace(strides=(q.strides[0] + 8, *q.strides[1:]))
-    assert "tokens of q must be equally far apart" in kernel.refusal(apart, *rest)
-    assert kernel.refusal(apart._replace(shape=(1, *q.shape[1:])), *rest) is None
+    assert "tokens of q must be equally far apart" in kernel.refusal(attention_decode.call((apart, *rest)))
+    one = attention_decode.call_type(
+        attention_decode.signature.references((apart._replace(shape=(1, *q.shape[1:])), *rest))
+    )
+    assert kernel.refusal(one) is None
 
 
 @pytest.mark.parametrize(
@@ -73,7 +80,7 @@ def test_tokens_of_sequences_that_lie_apart_are_refused():
         (FEW, {"n": 256}, "heads of 256 in tiles of 64 rows must be that of larger tiles, got 64"),
         (replace(FEW, stages=6), {}, "stages must be 2 to 5 for shared memory to hold them, got 6"),
         (replace(FEW, block_m=96), {}, "block_m must be 128 or 64, got 96"),
-        (replace(FEW, least=0), {}, "least 1 or more, got 16, 1 and 0"),
+        (replace(FEW, min_blocks=0), {}, "min_blocks 1 or more, got 16, 1 and 0"),
         (FEW, {"heads": 28, "kv_heads": 4, "queries": 16}, "must be a power of two up to 64"),
         (FEW, {"heads": 128, "kv_heads": 4, "queries": 16}, None),  # tiles of two queries
         (Config(128, 6, 16), {}, None),
@@ -81,7 +88,7 @@ def test_tokens_of_sequences_that_lie_apart_are_refused():
 )
 @pytest.mark.usefixtures("hopper")
 def test_says_why_it_refuses_a_config(config, more, said):
-    why = kernel.refusal(*specs(**more), config=config)
+    why = kernel.refusal(call(**more), config)
     assert why is None if said is None else said in why
 
 
@@ -90,24 +97,24 @@ def test_says_why_it_refuses_a_config(config, more, said):
 @pytest.mark.parametrize("queries", [1, 4, 16])
 @pytest.mark.usefixtures("hopper")
 def test_the_default_and_all_configs_are_taken(queries, n, page):
-    problem = specs(queries=queries, n=n, block_size=page)
-    found = kernel.configs(*problem)
-    assert kernel.default(*problem) == found[0] and 5 <= len(found) == len(set(found)) <= 25
-    assert all(kernel.refusal(*problem, config=c) is None for c in found)
-    assert all(kernel.estimate(*problem, config=c).blocks > 0 for c in found)
+    problem = call(queries=queries, n=n, block_size=page)
+    found = kernel.configs(problem)
+    assert kernel.default(problem) == found[0] and 5 <= len(found) == len(set(found)) <= 25
+    assert all(kernel.refusal(problem, c) is None for c in found)
+    assert all(kernel.estimate(problem, c).blocks > 0 for c in found)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_nothing_that_decides_bits_depends_on_the_batch_or_the_most_keys():
     for more in ({}, {"queries": 4}, {"queries": 16}, {"n": 256}, {"block_size": 16}):
-        chosen = {kernel.default(*specs(**more | {"m": m, "keys": keys})) for m in (1, 16) for keys in (64, 8192)}
+        chosen = {kernel.default(call(**more | {"m": m, "keys": keys})) for m in (1, 16) for keys in (64, 8192)}
         assert len(chosen) == 1
 
 
 @pytest.mark.usefixtures("hopper")
-def test_one_sequence_is_cut_for_about_as_many_blocks_as_there_are_processors():
+def test_one_sequence_is_split_for_about_as_many_blocks_as_there_are_sms():
     def chosen(**more):
-        config = kernel.default(*specs(**more))
+        config = kernel.default(call(**more))
         return config.splits, config.block_m
 
     assert chosen() == (16, 64) and chosen(queries=16) == (4, 64) and chosen(queries=16, heads=64) == (4, 128)
@@ -117,7 +124,7 @@ def test_one_sequence_is_cut_for_about_as_many_blocks_as_there_are_processors():
 @pytest.mark.usefixtures("hopper")
 def test_splits_that_can_have_no_key_have_no_workspace():
     def shapes(**more):
-        return [x.shape for x in kernel.workspace(*specs(**more), config=FEW)]
+        return [x.shape for x in kernel.workspace(call(**more), FEW).values()]
 
     assert shapes(keys=128) == [] and shapes(keys=129)[0] == (2, 16, 32, 128)
     assert shapes(queries=2) == [(16, 32, 32, 128), (2, 16, 32, 32)]
@@ -146,73 +153,82 @@ FORMS = [
 
 @pytest.mark.parametrize(("config", "n", "dtype"), FORMS, ids=lambda v: str(v))
 @pytest.mark.usefixtures("hopper")
-def test_two_blocks_fit_a_processor_and_weights_are_made_while_it_multiplies(config, n, dtype):
-    problem = specs(n=n, dtype=dtype)
-    assert kernel.refusal(*problem, config=config) is None
-    made = kernel.compile(problem, config, "sm_90")
+def test_two_blocks_fit_an_sm_and_p_is_computed_while_it_multiplies(config, n, dtype):
+    problem = call(n=n, dtype=dtype)
+    assert kernel.refusal(problem, config) is None
+    made = policy.compiled(attention_decode, "cuda.hopper", problem, config, "sm_90")
     assert made.spills == 0 and made.registers == 128 and 2 * 256 * made.registers == REGISTERS
-    dynamic = hopper_paged_attention._kernel(getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype]), n, config)
-    assert 2 * (dynamic.shared + RESERVED) <= MEMORY and dynamic.threads == 256
+    first, *_ = kernel.launches(policy.with_workspace(attention_decode, kernel, problem, config)[1], config)
+    assert 2 * (first.options["shared"] + RESERVED) <= MEMORY and first.options["threads"] == 256
     sass = toolkit.sass(made.cubin)
     # What a consumer takes and the producer gives is what both started with.
     taken = sorted(int(x, 16) for x in re.findall(r"USETMAXREG.*?(0x[0-9a-f]+) ;", sass))
     assert taken == [40, 216] and sum(taken) == 2 * made.registers
     assert f"HGMMA.64x{config.block_n}x16.F32" in sass and "UTMALDG.4D" in sass and "MULTICAST" not in sass
     assert "BAR.ARV" not in sass  # there are no turns to pass on
-    assert weights_are_made_while_it_multiplies(sass, config.block_n)
+    assert softmax_overlaps_products(sass, config.block_n)
 
 
 # What is handed to the driver, without one.
 
 
-def launched(config, **more):
+SHAPES = (
+    "sequences", "tokens", "kv_heads", "heads_per_kv", "tiles_per_head", "splits", "target_splits",
+    "min_blocks_per_split", "q_rows", "page_size", "max_seqlen_q", "max_seqlen_k", "window_left",
+)  # fmt: skip
+POINTERS = ("page_table", "cu_seqlens_q", "seqlens_k", "out", "partial_out", "partial_stats")
+
+
+def some(args, names):
+    return [args[name] for name in names]
+
+
+def launched(launches, config, **more):
     args = attention_decode.complete((), inputs(**SMALL | {"device": "cpu"} | more))
-    all_specs = attention_decode.specs(args)
-    (out,) = (spec.empty() for spec in attention_decode.outputs(*all_specs))
-    kept = [spec.empty() for spec in kernel.workspace(*all_specs, config=config)]
-    kernel.run((out,), args, config, *kept)
-    return args, out, kept
+    return args, run(attention_decode, config, args, launches)
 
 
 def test_launches_a_cache_in_one_piece(launches):
-    (q, k, v, lengths, *_), out, (parts, stats) = launched(FEW, queries=3, layout="padded")
-    ((one, (grid, *values)), (two, (rows, *rest))), maps = launches
+    (q, k, v, lengths, *_), made = launched(launches, FEW, queries=3, layout="padded")
+    ((one, grid, args), (two, blocks, rest)), (out,), kept = made
     assert "paged_attention<__nv_bfloat16, 128, 64, 1, 5, 1>" in one.name and (one.threads, one.early) == (256, True)
     assert grid == 4 * 6 * 2  # sequences, splits of 128 keys, heads
-    addresses, sizes, steps, boxes, _ = zip(*maps)
+    addresses, sizes, steps, boxes, _ = zip(*launches[1])
     assert addresses == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and boxes == ((4, 1, 3), (64,), (64,))
     assert sizes == ((128, 4, 2, 12), (128, 701, 2, 4), (128, 701, 2, 4))
     assert steps[0] == (128, 512, 1280) and steps[1] == steps[2] == (k.stride(1), k.stride(2), k.stride(0))
-    pointers = [0, 0, *(x.data_ptr() for x in (lengths, out, parts, stats))]
-    assert values[:10] == [1, 2, 3, *pointers, 0]
-    assert values[10:] == [4, 12, 2, 4, 1, 6, 16, 2, 12, 2**30, 3, 701, 2**29, pytest.approx(128**-0.5)]
-    assert (two.threads, two.early, rows) == (128, True, 24)
-    assert rest == [parts.data_ptr(), stats.data_ptr(), out.data_ptr(), 96, 6]
+    partials = kept["partial_out"], kept["partial_stats"]
+    assert some(args, ("q_map", "k_map", "v_map")) == [1, 2, 3]
+    assert some(args, POINTERS) == [0, 0, *(x.data_ptr() for x in (lengths, out, *partials))]
+    assert args["page_table_stride"] == 0 and args["softmax_scale"] == pytest.approx(128**-0.5)
+    assert some(args, SHAPES) == [4, 12, 2, 4, 1, 6, 16, 2, 12, 2**30, 3, 701, 2**29]
+    assert (two.threads, two.early, blocks) == (128, True, 24)
+    assert some(rest, POINTERS[3:]) == [x.data_ptr() for x in (out, *partials)]
+    assert (rest["rows"], rest["splits"]) == (96, 6)
 
 
 def test_launches_pages_a_window_and_one_split_alone(launches):
     more = {"block_size": 16, "window": 40, "scale": -0.5, "keys": 100, "lengths": "100+0+7+1"}
-    (*_, table, _, _, _, _, _, _), _, kept = launched(FEW, **more)
-    ((_, (grid, *values)),), maps = launches
-    assert not kept and grid == 4 * 2 and [how[3] for how in maps] == [(4, 1, 1), (16,), (16,)]
-    assert values[3:5] == [table.data_ptr(), 0] and values[7:10] == [0, 0, 7]
-    assert values[10:] == [4, 4, 2, 4, 1, 1, 1, 2, 4, 16, 1, 112, 39, -0.5]
+    (_, _, _, _, table, *_), (((_, grid, args),), _, kept) = launched(launches, FEW, **more)
+    assert not kept and grid == 4 * 2 and [how[3] for how in launches[1]] == [(4, 1, 1), (16,), (16,)]
+    assert some(args, POINTERS[:2]) == [table.data_ptr(), 0] and some(args, POINTERS[4:]) == [0, 0]
+    assert args["page_table_stride"] == 7 and args["softmax_scale"] == -0.5
+    assert some(args, SHAPES) == [4, 4, 2, 4, 1, 1, 1, 2, 4, 16, 1, 112, 39]
 
 
 def test_persistent_blocks_are_as_many_as_run_at_once(launches):
     many = {"m": 64, "heads": 8, "kv_heads": 8, "lengths": "", "keys": 32, "n": 16}
     config = Config(128, 6, 16, block_m=64)
-    launched(config, **many)
-    launched(replace(config, persistent=False), **many)
-    assert [given[0] for _, given in launches[0]] == [264, 512]
+    for chosen, blocks in ((config, 264), (replace(config, persistent=False), 512)):
+        _, (((_, grid, _),), _, _) = launched(launches, chosen, **many)
+        assert grid == blocks
 
 
 def test_rows_are_written_where_there_are_no_keys(launches):
     """Lengths may say otherwise, and their rows are NaN then. What is mapped as keys is never read."""
-    args = list(attention_decode.complete((), inputs(**SMALL | {"device": "cpu", "keys": 0, "lengths": ""})))
-    kernel.run((torch.empty_like(args[0]),), args, FEW)
-    ((_, (grid, *values)),), maps = launches
-    assert grid == 4 * 2 and values[21] == 0 and [how[1] for how in maps[1:]] == [(128, 1, 2, 1)] * 2
+    _, (((_, grid, args),), _, _) = launched(launches, FEW, keys=0, lengths="")
+    assert grid == 4 * 2 and args["max_seqlen_k"] == 0
+    assert [how[1] for how in launches[1][1:]] == [(128, 1, 2, 1)] * 2
 
 
 # On a card.
@@ -226,7 +242,9 @@ def test_every_size_is_right(n, queries, page):
 
 
 @pytest.mark.parametrize("splits", [1, 8, 32])
-@pytest.mark.parametrize("form", [{}, {"least": 1}, {"block_n": 32}, {"persistent": False}, {"stages": 2}], ids=str)
+@pytest.mark.parametrize(
+    "form", [{}, {"min_blocks": 1}, {"block_n": 32}, {"persistent": False}, {"stages": 2}], ids=str
+)
 @pytest.mark.parametrize("page", [0, 16])
 def test_every_form_is_right(splits, form, page):
     on_card(attention_decode, case(**SMALL | {"queries": 2, "block_size": page}), replace(FEW, splits=splits, **form))
@@ -264,7 +282,7 @@ def test_windows_scales_groups_and_queries_that_see_nothing_are_right(more):
     ids=str,
 )
 def test_wrong_indices_give_nan_to_their_rows_alone(more, queries, splits):
-    config = replace(FEW, splits=splits, least=1)
+    config = replace(FEW, splits=splits, min_blocks=1)
     on_card(attention_decode, case(**SMALL | {"queries": queries} | more), config)
 
 
