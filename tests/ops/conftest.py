@@ -33,12 +33,9 @@ def launches(monkeypatch):
     from hopper_checks import flat
 
     from tilery.languages import cuda_glue, tensor_maps
-    from tilery.parts import hopper_paged_attention
 
     made, maps = [], []
-    hopper_paged_attention.maps.cache_clear()
     monkeypatch.setattr(cuda_glue.Kernel, "launch", lambda self, *given: made.append((self, tuple(flat(given)))))
     monkeypatch.setattr(cuda_glue.Kernel, "resident", lambda self: 264 if self.threads == 256 else 132)
     monkeypatch.setattr(tensor_maps, "_made", lambda *how: maps.append(how) or len(maps))
-    yield made, maps
-    hopper_paged_attention.maps.cache_clear()
+    return made, maps

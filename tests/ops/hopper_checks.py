@@ -9,7 +9,7 @@ from tilery.measure.check import check
 from tilery.measure.place import place
 
 
-def weights_are_made_while_it_multiplies(sass, keys):
+def softmax_overlaps_products(sass, keys):
     """Between the wait for scores and the one for sums are all exponentials of a block of keys."""
     waits = [m.start() for m in re.finditer(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[01]", sass)]
     for_scores = next(at for at in waits if sass[at:].startswith("WARPGROUP.DEPBAR.LE gsb0, 0x1"))

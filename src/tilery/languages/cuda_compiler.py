@@ -1,4 +1,4 @@
-"""CUDA C++ to cubins through NVRTC, kept on disk. A source may include the headers in include/."""
+"""CUDA C++ to cubins through NVRTC, kept on disk. A source may include the headers in include/ and those beside it."""
 
 import ctypes
 import functools
@@ -24,6 +24,16 @@ _OPTIONS = ("--std=c++17", "--generate-line-info", "--device-as-default-executio
 _FORMAT = 1  # of a cache entry
 
 
+def headers(folder: Path | None = None) -> dict[str, str]:
+    """What a source in this folder may include, by name: the headers in include/ and those beside it."""
+    return HEADERS if folder is None else HEADERS | _beside(folder)
+
+
+@functools.cache
+def _beside(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.cuh"))}
+
+
 class Built(NamedTuple):
     """What NVRTC made of a source."""
 
@@ -33,9 +43,10 @@ class Built(NamedTuple):
 
 
 def compile_source(
-    source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...] = (), file: str = "source.cu"
-) -> Built:
-    """The instances `names` of a source that may include the headers in include/, from the disk or built now."""
+    source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...] = (), file: str = "source.cu",
+    folder: Path | None = None,
+) -> Built:  # fmt: skip
+    """The instances `names` of a source, from the disk or built now; it may include the headers of its folder too."""
     target = arch + "a" if device.number(arch) >= 90 else arch  # wgmma and its successors are in "a" alone
     flags = (
         f"--gpu-architecture={target}",
@@ -43,11 +54,12 @@ def compile_source(
         *options,
         *(f"--include-path={path}" for path in toolkit.includes()),
     )
-    key = hashlib.sha256(json.dumps([_FORMAT, _compiler(), flags, names, HEADERS, source]).encode()).hexdigest()
+    included = headers(folder)
+    key = hashlib.sha256(json.dumps([_FORMAT, _compiler(), flags, names, included, source]).encode()).hexdigest()
     path = settings.get().cache_dir / "cuda" / f"{Path(file).stem}-{arch}-{key[:32]}"
     found = _read(path)
     if found is None:
-        found = _build(source, names, flags, file, arch)
+        found = _build(source, included, names, flags, file, arch)
         _write(path, found)
     return found
 
@@ -79,10 +91,12 @@ def _write(path: Path, built: Built) -> None:
         warnings.warn(f"{path.parent} cannot keep compiled kernels, each process builds them: {error}", stacklevel=2)
 
 
-def _build(source: str, names: tuple[str, ...], flags: tuple[str, ...], file: str, arch: str) -> Built:
+def _build(
+    source: str, included: dict[str, str], names: tuple[str, ...], flags: tuple[str, ...], file: str, arch: str
+) -> Built:
     what = f"{file} for {arch}"
-    headers, included_as = ([text.encode() for text in side] for side in (HEADERS.values(), HEADERS))
-    made = nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), len(headers), headers, included_as)
+    texts, paths = ([text.encode() for text in side] for side in (included.values(), included))
+    made = nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), len(texts), texts, paths)
     program = _nvrtc(made, what)
     try:
         for name in names:

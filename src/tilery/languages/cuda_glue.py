@@ -20,7 +20,7 @@ from tilery.base.launch import Argument, Launch, Persistent, Values, resolver
 from tilery.base.spec import Artifact, TensorSpec
 from tilery.hardware import device
 from tilery.languages import cuda_signature, toolkit
-from tilery.languages.cuda_compiler import HEADERS, Built, compile_source
+from tilery.languages.cuda_compiler import Built, compile_source, headers
 from tilery.languages.cuda_signature import TENSOR_MAP, Signature, Struct
 
 TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
@@ -42,7 +42,7 @@ class Source(NamedTuple):
 
     @property
     def signature(self) -> Signature:
-        return cuda_signature.find(self.text, self.name, "".join(HEADERS.values()))
+        return cuda_signature.find(self.text, self.name, "".join(headers(self.path.parent).values()))
 
 
 @functools.cache
@@ -144,7 +144,8 @@ class Kernel:
         self._lock = threading.Lock()
 
     def build(self, arch: str) -> Built:
-        return compile_source(self.source.read_text(encoding="utf-8"), (self.name,), arch, file=self.source.name)
+        text, folder = self.source.read_text(encoding="utf-8"), self.source.parent
+        return compile_source(text, (self.name,), arch, file=self.source.name, folder=folder)
 
     def compile(self, arch: str) -> Artifact:
         built = self.build(arch)

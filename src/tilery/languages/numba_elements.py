@@ -220,6 +220,15 @@ def unrank(typing, value):
     return types.float32(types.int32), generate
 
 
+@jit
+def row_max(x, n, dtype):
+    """The maximum of n elements; NaN of either sign may come out of a row that has one."""
+    top = rank(f32(-np.inf))
+    for j in range(n):
+        top = max(top, rank(load(x, j, dtype)))
+    return unrank(top)
+
+
 @intrinsic
 def _half_power(typing, shifted):
     """2**(n - 1) of n + 1.5 * 2**23: n stands in the low bits of the mantissa."""

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from tilery.base.errors import BadInput, require
-from tilery.ops import attention, attention_decode
-from tilery.ops.attention_decode import MOST_QUERIES
+from tilery.ops.attention.attention import attention
+from tilery.ops.attention.attention_decode import attention_decode
+from tilery.ops.attention.paged import MAX_QUERIES
 from tilery.patch.attention_masks import Mask
 
 # What models hand on to every layer and no score depends on.
@@ -55,7 +56,7 @@ def forward(
 
 def _few(q: Tensor, k: Tensor, v: Tensor, said: dict[str, Any]) -> bool:
     """Whether it is a step of decoding, which attention_decode takes; sequences with padding are not."""
-    step = q.shape[1] == 1 or (q.shape[1] <= MOST_QUERIES and said.get("causal", False))
+    step = q.shape[1] == 1 or (q.shape[1] <= MAX_QUERIES and said.get("causal", False))
     plain = said.get("bias") is None and said.get("key_mask") is None
     alike = v.shape == k.shape and v.stride() == k.stride()
     return step and plain and alike and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))

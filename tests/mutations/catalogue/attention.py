@@ -11,21 +11,21 @@ CONTRACT, NUMBA, TRITON, BACKWARD = LAYERS = (
 
 CONTRACT.add(
     "bucket-forgets-sinks",
-    '    options["sinks"] = p.sinks\n',
-    "",
+    '"slopes": call.slopes, "sinks": call.sinks,',
+    '"slopes": call.slopes,',
     "test_attention_scalars.py::test_every_option_has_a_bucket_of_its_own[attention]",
 )
 CONTRACT.add(
     "bucket-forgets-softcap",
-    '"softcap": p.softcap, "mask"',
+    '"softcap": call.softcap, "mask"',
     '"mask"',
     "test_attention_scalars.py::test_every_option_has_a_bucket_of_its_own[attention]",
     inside="bucket",
 )
 CONTRACT.add(
     "bucket-forgets-window",
-    ' + (f",window={p.window}" if p.window else "")',
-    "",
+    'f",window={call.effective_window}" if call.effective_window else ""',
+    '""',
     "test_attention_scalars.py::test_every_option_has_a_bucket_of_its_own[attention]",
     inside="bucket",
 )
@@ -37,21 +37,20 @@ CONTRACT.add(
 )
 CONTRACT.add(
     "flops-of-the-values-forgotten",
-    "pairs(queries, keys, p.causal, p.window) * (p.size + p.value)\n",
-    "pairs(queries, keys, p.causal, p.window) * p.size\n",
+    "call.visible_pairs * (call.head_dim + call.value_dim)\n    return Cost(flops, reads(attention_lse",
+    "call.visible_pairs * call.head_dim\n    return Cost(flops, reads(attention_lse",
     "test_attention_cost.py::test_cost_is_what_a_hand_makes_of_it",
-    inside="cost",
 )
 CONTRACT.add(
     "fp8-gives-fp8",
-    "kind = torch.bfloat16 if q.dtype in FP8 else q.dtype",
-    "kind = q.dtype",
+    "dtype = torch.bfloat16 if call.is_fp8 else call.q.dtype",
+    "dtype = call.q.dtype",
     case("attention", "numba", "m=70,heads=2,kv_heads=1,n=64,dtype=e4m3"),
 )
 CONTRACT.add(
     "scale-by-the-heads-size",
-    "one.size**-0.5 if scale is None else float(scale),\n        causal",
-    "one.size**-1.0 if scale is None else float(scale),\n        causal",
+    "default = head_dim**-0.5",
+    "default = head_dim**-1.0",
     case("attention", "numba", "m=20,heads=4,kv_heads=2,n=32,dtype=fp32,batch=2"),
 )
 
@@ -59,28 +58,28 @@ CONTRACT.add(
 
 NUMBA.add(
     "window-off-by-one",
-    "max(place - rules.window + 1 - first, 0)",
-    "max(place - rules.window - first, 0)",
+    "max(position - scoring.window + 1 - first, 0)",
+    "max(position - scoring.window - first, 0)",
     case("attention", "numba", "m=150,heads=2,kv_heads=1,n=32,dtype=fp16,window=40"),
-    inside="span",
+    inside="_visible",
 )
 NUMBA.add(
     "causal-off-by-one",
-    "high = min(high, place + 1 - first)",
-    "high = min(high, place - first)",
+    "high = min(high, position + 1 - first)",
+    "high = min(high, position - first)",
     case("attention", "numba", "m=20,heads=4,kv_heads=2,n=32,dtype=fp32,batch=2"),
-    inside="span",
+    inside="_visible",
 )
 NUMBA.add(
     "sink-forgotten",
-    "total = total * factor + exp(sink - shifted)",
-    "total = total * factor",
+    "row_sum = row_sum * factor + exp(sink - new_base)",
+    "row_sum = row_sum * factor",
     case("attention", "numba", "m=40,heads=2,kv_heads=1,n=16,dtype=fp16,sinks=True,window=8"),
 )
 NUMBA.add(
     "padding-ignored",
-    "if load(line, j, FP32) != f32(0) else NOTHING",
-    "if True else NOTHING",
+    "if load(line, j, FP32) != f32(0) else NEG_INF",
+    "if True else NEG_INF",
     case("attention", "numba", "m=20,keys=70,heads=2,kv_heads=1,n=32,dtype=fp32,padding=True,batch=3,causal=False"),
 )
 NUMBA.add(
@@ -91,14 +90,14 @@ NUMBA.add(
 )
 NUMBA.add(
     "heads-of-a-group-interleaved",
-    "return block.group * p.sizes.per + row % p.sizes.per, row // p.sizes.per",
-    "return block.group + row % p.sizes.per * p.sizes.groups, row // p.sizes.per",
+    "return block.kv_head * p.sizes.group + row % p.sizes.group, row // p.sizes.group",
+    "return block.kv_head + row % p.sizes.group * p.sizes.kv_heads, row // p.sizes.group",
     case("attention", "numba", "m=20,heads=4,kv_heads=2,n=32,dtype=fp32,batch=2"),
 )
 NUMBA.add(
     "lse-in-base-2",
-    "base + f32(np.log(total))\n        store(address(p.tensors.lse",
-    "base + f32(np.log2(total))\n        store(address(p.tensors.lse",
+    "base + f32(np.log(row_sum))\n        store(address(p.tensors.lse",
+    "base + f32(np.log2(row_sum))\n        store(address(p.tensors.lse",
     case("attention_lse", "numba", "m=20,heads=4,kv_heads=2,n=32,dtype=fp32,batch=2"),
 )
 NUMBA.add(
@@ -108,7 +107,7 @@ NUMBA.add(
     "test_attention_indices.py::test_pages_that_are_not_there_give_nan",
 )
 NUMBA.add(
-    "last-chunk-not-joined",
+    "last-chunk-not-combined",
     "(block.high + chunk - 1) // chunk\n",
     "block.high // chunk\n",
     case(
@@ -116,12 +115,12 @@ NUMBA.add(
         "numba",
         "m=2,keys=1100,heads=2,kv_heads=1,n=16,dtype=fp32,lengths=1100+700,block_size=16",
     ),
-    inside="_join",
+    inside="_combine",
 )
 NUMBA.add(
     "sums-not-rescaled",
-    "load(room.totals, r, FP32) * shrink + _weigh",
-    "load(room.totals, r, FP32) + _weigh",
+    "rescaled = load(buffers.row_sum, r, FP32) * rescale",
+    "rescaled = load(buffers.row_sum, r, FP32)",
     case("attention", "numba", "m=3,keys=700,heads=2,kv_heads=1,n=16,dtype=fp32"),
 )
 NUMBA.add(
@@ -135,22 +134,22 @@ NUMBA.add(
 
 TRITON.add(
     "causal-off-by-one",
-    "kept = kept & (key[None, :] <= place[:, None])",
-    "kept = kept & (key[None, :] < place[:, None])",
+    "mask = mask & (key[None, :] <= position[:, None])",
+    "mask = mask & (key[None, :] < position[:, None])",
     case("attention", "triton", "m=20,heads=4,kv_heads=2,n=32,dtype=fp32,batch=2"),
-    inside="seen",
+    inside="visible",
 )
 TRITON.add(
     "window-off-by-one",
-    "(place[:, None] - key[None, :] < window)",
-    "(place[:, None] - key[None, :] <= window)",
+    "(position[:, None] - key[None, :] < window)",
+    "(position[:, None] - key[None, :] <= window)",
     case("attention", "triton", "m=150,heads=2,kv_heads=1,n=32,dtype=fp16,window=40"),
-    inside="seen",
+    inside="visible",
 )
 TRITON.add(
     "sink-forgotten",
-    'there = tl.where(sink == -float("inf"), 0.0, 1.0)',
-    "there = 0.0",
+    'exponential = tl.where(sink == -float("inf"), 0.0, 1.0)',
+    "exponential = 0.0",
     case("attention", "triton", "m=40,heads=2,kv_heads=1,n=16,dtype=fp16,sinks=True,window=8"),
 )
 TRITON.add(
@@ -161,23 +160,23 @@ TRITON.add(
 )
 TRITON.add(
     "bias-before-the-soft-cap",
-    """        if BENT:
-            scores = bent(scores, scale, softcap, SOFTCAP)
+    """        if SCALE_FIRST:
+            scores = logits(scores, scale, scoring.softcap, SOFTCAP)
         if ALIBI:
-            scores += slope * (key[None, :] - place_of[:, None]).to(tl.float32)
+            scores += slope * (key[None, :] - position[:, None]).to(tl.float32)
         if bias_ptr is not None:
             inside = (rows[:, None] < queries) & there[None, :]
-            at = bias_ptr + (rows[:, None] * wide * bias_row + key[None, :] * wide * bias_column)
+            at = bias_ptr + (rows[:, None] * wide * bias.query + key[None, :] * wide * bias.key)
             scores += tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2E
 """,
     """        if bias_ptr is not None:
             inside = (rows[:, None] < queries) & there[None, :]
-            at = bias_ptr + (rows[:, None] * wide * bias_row + key[None, :] * wide * bias_column)
+            at = bias_ptr + (rows[:, None] * wide * bias.query + key[None, :] * wide * bias.key)
             scores += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        if BENT:
-            scores = bent(scores, scale, softcap, SOFTCAP)
+        if SCALE_FIRST:
+            scores = logits(scores, scale, scoring.softcap, SOFTCAP)
         if ALIBI:
-            scores += slope * (key[None, :] - place_of[:, None]).to(tl.float32)
+            scores += slope * (key[None, :] - position[:, None]).to(tl.float32)
 """,
     case(
         "attention",
@@ -187,8 +186,8 @@ TRITON.add(
 )
 TRITON.add(
     "lse-in-base-2",
-    "return share, (top + tl.log2(total)) * LN2",
-    "return share, top + tl.log2(total)",
+    "return inverse, (row_max + tl.log2(row_sum)) * LN2",
+    "return inverse, row_max + tl.log2(row_sum)",
     case("attention_lse", "triton", "m=20,heads=4,kv_heads=2,n=32,dtype=fp32,batch=2"),
 )
 TRITON.add(
@@ -199,32 +198,32 @@ TRITON.add(
 )
 TRITON.add(
     "padding-ignored",
-    'scores = tl.where(kept[None, :] != 0, scores, -float("inf"))',
+    'scores = tl.where(seen[None, :] != 0, scores, -float("inf"))',
     "scores = scores",
     case("attention", "triton", "m=20,keys=70,heads=2,kv_heads=1,n=32,dtype=fp32,padding=True,batch=3,causal=False"),
 )
 TRITON.add(
     "fp8-scale-of-keys-forgotten",
-    "scale *= tl.load(q_scale_ptr) * tl.load(k_scale_ptr)",
-    "scale *= tl.load(q_scale_ptr)",
+    "scale *= tl.load(fp8_scales.q_ptr) * tl.load(fp8_scales.k_ptr)",
+    "scale *= tl.load(fp8_scales.q_ptr)",
     case("attention", "triton", "m=70,heads=2,kv_heads=1,n=64,dtype=e4m3"),
-    inside="forward",
+    inside="_forward",
 )
 TRITON.add(
     "wrong-page-unsaid",
-    "if wrong != 0:",
-    "if wrong < 0:",
+    "if missing_any != 0:",
+    "if missing_any < 0:",
     case(
         "attention_decode",
         "triton",
         "m=2,keys=64,queries=2,heads=2,kv_heads=1,n=16,dtype=fp16,block_size=16,window=16,wrong=t0:-1+t1:99+t6:-1",
     ),
-    inside="spoilt",
+    inside="_nan_where_missing",
 )
 TRITON.add(
     "sums-not-rescaled",
-    "return best, total * shrink + tl.sum(weights, 1), weights, shrink",
-    "return best, total + tl.sum(weights, 1), weights, shrink",
+    "return new_max, row_sum * rescale + tl.sum(p, 1), p, rescale",
+    "return new_max, row_sum + tl.sum(p, 1), p, rescale",
     case("attention", "triton", "m=40,keys=150,heads=2,kv_heads=1,n=64,dtype=fp16"),
 )
 
@@ -232,31 +231,31 @@ TRITON.add(
 
 BACKWARD.add(
     "numba-dlse-sign",
-    "shift -= load(p.tensors.dlse + lse, 0, FP32)",
-    "shift += load(p.tensors.dlse + lse, 0, FP32)",
+    "delta -= load(p.tensors.dlse + lse, 0, FP32)",
+    "delta += load(p.tensors.dlse + lse, 0, FP32)",
     case("attention_backward", "numba", "m=70,keys=33,heads=3,kv_heads=3,n=32,dtype=fp32"),
 )
 BACKWARD.add(
     "keys-without-the-scale",
-    "_put(dk_ptr, dk * scale, key",
-    "_put(dk_ptr, dk, key",
+    "_store_rows(dk_ptr, dk_acc * scale, key",
+    "_store_rows(dk_ptr, dk_acc, key",
     case("attention_backward", "triton", "m=5,heads=2,kv_heads=1,n=16,dtype=fp32"),
 )
 BACKWARD.add(
-    "shift-of-queries-added",
-    '(tl.dot(dout, tl.trans(v), input_precision="ieee") - shift[:, None])',
-    '(tl.dot(dout, tl.trans(v), input_precision="ieee") + shift[:, None])',
+    "delta-of-queries-added",
+    '(tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])',
+    '(tl.dot(dout, tl.trans(v), input_precision="ieee") + delta[:, None])',
     case("attention_backward", "triton", "m=5,heads=2,kv_heads=1,n=16,dtype=fp32"),
 )
 BACKWARD.add(
     "keys-of-the-first-head-alone",
-    "for i in range(PER * blocks):",
+    "for i in range(GROUP * blocks):",
     "for i in range(blocks):",
     case("attention_backward", "triton", "m=5,heads=2,kv_heads=1,n=16,dtype=fp32"),
 )
 BACKWARD.add(
     "causal-gradient-off-by-one",
-    "weights = tl.where(away <= keys - queries + first - key, weights, 0.0)",
-    "weights = tl.where(away < keys - queries + first - key, weights, 0.0)",
+    "p = tl.where(away <= keys - queries + first - key, p, 0.0)",
+    "p = tl.where(away < keys - queries + first - key, p, 0.0)",
     case("attention_backward", "triton", "m=5,heads=2,kv_heads=1,n=16,dtype=fp32"),
 )

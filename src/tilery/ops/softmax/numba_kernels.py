@@ -8,20 +8,11 @@ from numba import prange
 from tilery.base.launch import Launch
 from tilery.core.call import Call
 from tilery.languages import numba_stream
-from tilery.languages.numba_elements import FP32, STORAGE, ZERO, at, exp, f32, load, rank, store, unrank
+from tilery.languages.numba_elements import FP32, STORAGE, ZERO, at, exp, f32, load, rank, row_max, store, unrank
 from tilery.languages.numba_glue import jit, kernel
 from tilery.languages.numba_stream import BLOCK, ahead, buffer, finish, stream, too_large
 from tilery.ops.rows.numba_rows import Config, NumbaRows
 from tilery.ops.rows.shape import rows
-
-
-@jit
-def row_top(x, n, dtype):
-    """The maximum; NaN of either sign may come out of a row that has one, and goes into its sum."""
-    top = rank(f32(-np.inf))
-    for j in range(n):
-        top = max(top, rank(load(x, j, dtype)))
-    return unrank(top)
 
 
 @jit
@@ -84,7 +75,7 @@ def _rows(x, y, x_stride, first, last, n, past, log, dtype):
     row_held, exponentials = buffer(n)  # they wait in fp32 for their sum, so that each is computed once
     for row in range(first, last):
         x_row, y_row = at(x, row * x_stride, dtype), at(y, row * n, dtype)
-        top = row_top(x_row, n, dtype)
+        top = row_max(x_row, n, dtype)
         total = _exponentials(x_row, exponentials, n, x_stride, top, log, dtype)
         by = f32(np.log(total)) if log else f32(1) / total
         if past:

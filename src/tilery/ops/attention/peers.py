@@ -1,0 +1,122 @@
+"""Who attention and its backward are held against: torch's own, as it chooses or forced to cuDNN or FlashAttention."""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tilery.ops.attention import reference
+from tilery.ops.attention.call import AttentionCall
+
+_NAMES = tuple(inspect.signature(reference.attention_lse).parameters)  # the arguments of attention, in their order
+
+
+def _named(args: tuple[Any, ...]) -> Any:
+    return AttentionCall(dict(zip(_NAMES, args, strict=True)))
+
+
+def _require_without(call: Any, who: str, *names: str) -> None:
+    for name in names:
+        given = getattr(call, name)
+        if isinstance(given, Tensor) or given:
+            raise NotImplementedError(f"{who} has no {name}")
+
+
+def torch_sdpa(*args: Any) -> Tensor:
+    """scaled_dot_product_attention, with the kernel that torch chooses."""
+    return _sdpa(_named(args), "torch's attention")
+
+
+def cudnn(*args: Any) -> Tensor:
+    call = _named(args)
+    if call.causal and call.tokens != call.key_tokens:
+        raise NotImplementedError("torch gives cuDNN no mask of fewer queries than keys")
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return _sdpa(call, "cuDNN, as torch calls it,")
+
+
+def flash(*args: Any) -> Tensor:
+    return flash_lse(*args)[0]
+
+
+def torch_sdpa_lse(*args: Any) -> tuple[Tensor, None]:
+    """It gives no lse."""
+    return torch_sdpa(*args), None
+
+
+def cudnn_lse(*args: Any) -> tuple[Tensor, None]:
+    """As torch calls it, it gives no lse."""
+    return cudnn(*args), None
+
+
+def flash_lse(*args: Any) -> tuple[Tensor, Tensor]:
+    """FlashAttention-2, as torch's attention calls it."""
+    call = _named(args)
+    _require_without(call, "torch's FlashAttention", "key_mask", "bias", "slopes", "sinks", "softcap", "q_scale")
+    turned = call.layout == "bhsd"
+    q, k, v = (x.transpose(1, 2) if turned else x for x in (call.q, call.k, call.v))
+    window = call.window
+    sides = (window - 1, 0 if call.causal else window - 1) if window else (None, None)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, call.cu_seqlens_q, call.cu_seqlens_k,
+        call.max_seqlen_q or q.shape[1], call.max_seqlen_k or k.shape[1], 0.0, call.causal, False,
+        scale=call.scale, window_size_left=sides[0], window_size_right=sides[1],
+    )  # fmt: skip
+    return out.transpose(1, 2) if turned else out, lse
+
+
+def _sdpa(call: Any, who: str) -> Tensor:
+    _require_without(call, who, "cu_seqlens_q", "window", "softcap", "slopes", "sinks", "q_scale")
+    if call.scale is not None and call.scale <= 0:
+        raise NotImplementedError(f"{who} gives NaN where a scale is not positive, got {call.scale}")
+    turned = call.layout == "bshd"
+    q, k, v = (x.transpose(1, 2) if turned else x for x in (call.q, call.k, call.v))
+    mask, causal = _mask(call)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2) if turned else out
+
+
+def _mask(call: Any) -> tuple[Any, bool]:
+    """The mask that torch's attention takes, and whether it is causal by itself: it aligns that at the first key."""
+    seen, bias, queries, keys = call.key_mask, call.bias, call.queries, call.keys
+    if seen is None and bias is None:
+        if call.causal and queries != keys:
+            from torch.nn.attention.bias import causal_lower_right  # imports Triton
+
+            return causal_lower_right(queries, keys), False
+        return None, call.causal
+    mask = bias if seen is None else seen[:, None, None, :]
+    if seen is not None and bias is not None:
+        mask = bias.masked_fill(~mask, -torch.inf)
+    if call.causal:
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril(keys - queries)
+        mask = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
+    return (mask if mask.dtype == torch.bool else mask.to(call.q.dtype)), False
+
+
+def torch_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Tensor, lse: Tensor,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, scale: float | None, causal: bool, layout: str,
+    max_seqlen_q: int, max_seqlen_k: int,
+) -> Any:  # fmt: skip
+    """FlashAttention-2 as torch has it, from what a forward saved; its own for a CPU takes a key for every head."""
+    given = [x if layout == "bhsd" else x.transpose(1, 2) for x in (dout, q, k, v, result)]
+    queries, keys = given[1].shape[2], given[2].shape[2]
+    if dlse is not None or cu_seqlens_q is not None or (causal and queries != keys):
+        raise NotImplementedError("torch's backward has no gradient of lse, no packed sequences and no longer keys")
+    if q.is_cuda:
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        none = torch.empty(0, dtype=torch.int64, device=q.device)
+        grads = backward(*given, lse, None, None, queries, keys, 0.0, causal, none, none, scale=scale)
+    else:
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        group = given[1].shape[1] // given[2].shape[1]
+        given[2:4] = [x.repeat_interleave(group, 1) for x in given[2:4]]
+        dq, *both = backward(*given, lse, 0.0, causal, scale=scale)
+        grads = dq, *(x.unflatten(1, (-1, group)).sum(2) for x in both)
+    return tuple(x if layout == "bhsd" else x.transpose(1, 2) for x in grads)

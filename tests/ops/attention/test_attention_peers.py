@@ -1,0 +1,152 @@
+"""Who attention is held against: that each computes what the op does, on a CPU with stand-ins for what a GPU has."""
+
+import contextlib
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tilery.base.spec import case
+from tilery.core.op import REGISTRY
+from tilery.measure.check import check_baseline
+from tilery.ops.attention import paged_peers, peers
+from tilery.ops.attention.reference import attend
+
+DECODE = {"m": 3, "keys": 96, "n": 32, "heads": 4, "kv_heads": 2, "dtype": "fp16"}
+CHUNKED = {"m": 21, "keys": 96, "chunks": "16+0+5", "n": 32, "dtype": "fp16"}
+LATENT = {"m": 3, "context": 80, "heads": 3, "latent": 32, "rope": 16, "dtype": "fp16"}
+FULL = [
+    ("attention", {"m": 40, "dtype": "fp16", "batch": 2}),
+    ("attention", {"m": 20, "keys": 33, "dtype": "bf16", "order": "bhsd"}),
+    ("attention_decode", DECODE),
+    ("attention_decode", DECODE | {"queries": 4}),
+    ("attention_decode", DECODE | {"queries": 16, "block_size": 16}),
+    ("attention_decode", DECODE | {"queries": 2, "block_size": 16, "format": "e4m3", "per": "head"}),
+    ("attention_chunked", CHUNKED),
+    ("attention_chunked", CHUNKED | {"scattered": False}),
+]
+RAGGED = [
+    ("attention_decode", DECODE | {"lengths": "96+0+33", "queries": 3}),
+    ("attention_decode", DECODE | {"lengths": "90+1+33", "block_size": 16, "window": 9}),
+    ("attention_decode", DECODE | {"lengths": "90+1+33", "block_size": 32, "format": "e5m2"}),
+    ("attention_chunked", CHUNKED | {"lengths": "90+7+5", "window": 6}),
+    ("attention_chunked", CHUNKED | {"lengths": "9+7+5"}),
+]
+PACKED = [
+    ("attention", {"m": 30, "keys": 40, "dtype": "fp16", "order": "thd", "lengths": "5+30", "key_lengths": "40+31"}),
+    ("attention", {"m": 30, "dtype": "fp16", "window": 8}),
+    ("attention", {"m": 30, "dtype": "fp16", "window": 8, "causal": False}),
+]
+
+
+def named(cases):
+    return [pytest.param(op, params, id=f"{op}-{i}") for i, (op, params) in enumerate(cases)]
+
+
+def right(op, peer, params):
+    return check_baseline(REGISTRY[op], f"baseline:{peer}", case(**params), "cpu", seed=3).errors
+
+
+@pytest.mark.parametrize(
+    ("op", "params"),
+    named([*FULL, *RAGGED, ("mla_decode", LATENT | {"queries": 3, "lengths": "ragged", "block_size": 16})]),
+)
+def test_torch_gives_what_the_op_does(op, params):
+    assert right(op, "torch", params)
+
+
+@pytest.mark.parametrize(("op", "params"), named([*FULL[:1], *FULL[2:], *RAGGED]))
+def test_what_cudnn_is_given_means_the_same(op, params, monkeypatch):
+    """Without forcing it: a CPU has none."""
+    module = peers if op == "attention" else paged_peers
+    monkeypatch.setattr(module, "sdpa_kernel", lambda _: contextlib.nullcontext())
+    assert right(op, "cudnn", params)
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """Stand-ins that take arguments as torch's own do: masks stand at the last key, heads share keys."""
+
+    aten = torch.ops.aten
+    names = {
+        op: [argument.name for argument in op.default._schema.arguments]
+        for op in (aten._flash_attention_forward, aten._scaled_dot_product_flash_attention)
+    }
+
+    def taken(op, args, more):
+        found = dict(zip(names[op], args)) | more
+        assert set(found) <= set(names[op]) and found["dropout_p"] == 0.0
+        return found
+
+    def one(q, k, v, given):
+        left, right = given.get("window_size_left"), given.get("window_size_right")
+        assert left is None or right == (0 if given["is_causal"] else left)
+        window = 0 if left is None else left + 1
+        scale = given["scale"] or q.shape[-1] ** -0.5
+        return attend(q, k, v, scale, causal=given["is_causal"], window=window)
+
+    def forward(*args, op=aten._flash_attention_forward, **more):
+        given = taken(op, args, more)
+        q, k, v = (given[name] for name in ("query", "key", "value"))
+        if given["cum_seq_q"] is None:
+            outs, lses = zip(*(one(*each, given) for each in zip(q, k, v)))
+            return torch.stack(outs), torch.stack(lses), None, None, None
+        ends = [given[name].tolist() for name in ("cum_seq_q", "cum_seq_k")]
+        assert [given["max_q"], given["max_k"]] == [max(b - a for a, b in pairwise(e)) for e in ends]
+        spans = zip(*map(pairwise, ends))
+        outs, lses = zip(*(one(q[a:b], k[c:d], v[c:d], given) for (a, b), (c, d) in spans))
+        return torch.cat(outs), torch.cat(lses, 1), None, None, None
+
+    def scaled(*args, op=aten._scaled_dot_product_flash_attention, **more):
+        given = taken(op, args, more)
+        turned = [given[name].transpose(1, 2) for name in ("query", "key", "value")]
+        outs, lses = zip(*(one(*each, given) for each in zip(*turned)))
+        return torch.stack(outs).transpose(1, 2), torch.stack(lses), *[None] * 7
+
+    for name, stand_in in (("_flash_attention_forward", forward), ("_scaled_dot_product_flash_attention", scaled)):
+        monkeypatch.setattr(aten, name, stand_in)
+
+
+@pytest.mark.parametrize(("op", "params"), named([*[c for c in FULL if "format" not in c[1]], *PACKED]))
+def test_what_flash_attention_is_given_means_the_same(op, params, flash):
+    assert right(op, "flash", params)
+
+
+@pytest.mark.parametrize(("op", "params"), named([FULL[0], *PACKED]))
+def test_flash_attention_gives_an_lse(op, params, flash):
+    assert len(right("attention_lse", "flash", params)) == 2
+
+
+@pytest.mark.parametrize(
+    ("op", "peer", "params", "says"),
+    [
+        ("attention", "cudnn", {"m": 20, "keys": 33, "dtype": "fp16"}, "fewer queries than keys"),
+        ("attention", "torch", {"m": 20, "window": 3, "dtype": "fp16"}, "torch's attention has no window"),
+        ("attention_decode", "torch", DECODE | {"sinks": True}, "torch's attention has no sinks"),
+        ("attention_decode", "flash", DECODE | {"lengths": "96+0+33"}, "full sequences alone"),
+        ("attention_decode", "flash", DECODE | {"window": 5}, "torch's FlashAttention has no window"),
+        ("attention_chunked", "flash", CHUNKED | {"softcap": 5.0}, "torch's FlashAttention has no softcap"),
+        ("attention_chunked", "torch", CHUNKED | {"format": "e4m3"}, "torch's attention has no k_scale"),
+    ],
+)
+def test_what_a_peer_does_not_know_it_refuses_in_a_sentence(op, peer, params, says):
+    with pytest.raises(NotImplementedError, match=says):
+        right(op, peer, params)
+
+
+@pytest.mark.parametrize(
+    ("op", "params"),
+    named([FULL[4], FULL[6], RAGGED[0], ("mla_decode", LATENT | {"queries": 2, "block_size": 16})]),
+)
+def test_pages_are_gathered_and_masks_made_once(op, params, monkeypatch):
+    """So they are in no arm's time."""
+    found, made = REGISTRY[op], []
+    for saved in (paged_peers._gathered, paged_peers.masks, paged_peers.masks_of_chunks, paged_peers.host_list):
+        forward = saved._forward
+        monkeypatch.setattr(saved, "_forward", lambda *given, f=forward: [made.append(f), f(*given)][1])
+    args = found.complete((), found.inputs(**params, device="cpu", seed=3))
+    found.baselines["baseline:torch"](*args)
+    assert made
+    made.clear()
+    found.baselines["baseline:torch"](*args)
+    assert not made
