@@ -2,7 +2,7 @@
 
     python benchmarks/host_time.py
 
-`call` is `tilery.op(...)`; `launch` is the plan's `run` into outputs and workspace that are there already; `over` is the
+`call` is `tilery.op(...)`; `launch` is the plan's `run` into outputs and workspace that exist already; `over` is the
 call with that launch left out: arguments, plan, outputs, device guard. It is timed apart, since a launch varies by more
 from one batch to the next than `over` is long. The least of many batches, so that other processes do not count.
 """

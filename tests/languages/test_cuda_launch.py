@@ -20,7 +20,7 @@ from tilery.languages.cuda_glue import Kernel, Source
 
 _IDS = cuda_glue.driver.CUlaunchAttributeID
 _CLUSTER = _IDS.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-_EARLY = _IDS.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_PDL = _IDS.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 # One kernel
@@ -57,7 +57,7 @@ def test_a_kernel_alone_is_launched_plainly(launched):
 
 @pytest.mark.parametrize(
     ("more", "wanted"),
-    [({"cluster": 4}, [_CLUSTER]), ({"early": True}, [_EARLY]), ({"cluster": 2, "early": True}, [_CLUSTER, _EARLY])],
+    [({"cluster": 4}, [_CLUSTER]), ({"pdl": True}, [_PDL]), ({"cluster": 2, "pdl": True}, [_CLUSTER, _PDL])],
 )
 def test_clusters_and_dependent_launches_are_said(launched, more, wanted):
     kernel(**more)._submit(None, 1, 8, 5, (0,))
@@ -68,25 +68,25 @@ def test_clusters_and_dependent_launches_are_said(launched, more, wanted):
     if _CLUSTER in attributes:
         size = attributes[_CLUSTER].clusterDim
         assert (size.x, size.y, size.z) == (more["cluster"], 1, 1)
-    if _EARLY in attributes:
-        assert attributes[_EARLY].programmaticStreamSerializationAllowed == 1
+    if _PDL in attributes:
+        assert attributes[_PDL].programmaticStreamSerializationAllowed == 1
 
 
 def test_an_older_device_starts_nothing_early(launched):
-    one = kernel(early=True)
+    one = kernel(pdl=True)
     for index in (0, 1, 0):
         one._submit(None, index, 8, 5, (0,))
     assert [how.numAttrs for how, _ in launched] == [0, 1, 0]
 
 
-def test_one_that_starts_early_and_does_not_wait_does_not_compile(monkeypatch):
+def test_one_with_pdl_that_does_not_wait_does_not_compile(monkeypatch):
     used = toolkit.Resources(8, 0, 0)
     monkeypatch.setattr(Kernel, "build", lambda self, arch: cuda_glue.Built(b"", "ret;", {}))
     monkeypatch.setattr(toolkit, "resources", lambda code: used)
     monkeypatch.setattr(Path, "read_text", lambda self, **_: "")
-    with pytest.raises(CompileFailed, match=r"x starts early, so it must call \w+\(\) before it touches memory"):
-        kernel(early=True).compile("sm_90")
-    assert kernel(early=True).compile("sm_80").registers == kernel().compile("sm_90").registers == 8
+    with pytest.raises(CompileFailed, match=r"x has pdl=True, so it must call pdl_wait\(\) before it touches memory"):
+        kernel(pdl=True).compile("sm_90")
+    assert kernel(pdl=True).compile("sm_80").registers == kernel().compile("sm_90").registers == 8
 
 
 def test_the_next_launch_has_its_own_grid_and_stream_and_a_thread_its_own_configuration(launched):
@@ -141,7 +141,7 @@ def test_arguments_are_given_in_the_kernels_order(source, given):
         made, what = given[-1]
         assert what == (3, x.data_ptr(), y.data_ptr() + 16, 2 * eps, 32)
     assert made.name == "scale<__half, 4>" and made._types == (*[ctypes.c_void_p] * 2, ctypes.c_float, ctypes.c_int)
-    assert (made.threads, made.shared, made.cluster, made.early) == (64, 128, 1, True)
+    assert (made.threads, made.shared, made.cluster, made.pdl) == (64, 128, 1, True)
 
 
 def test_one_kernel_serves_all_launches_that_are_alike(source, given):

@@ -30,7 +30,7 @@ class Argument(TensorSpec):
         made.slot, made.offset, made.is_view = slot, 0, False
         return made
 
-    def _replace(self, **changes: Any) -> "Argument":  # type: ignore[override]
+    def _replace(self, **changes: Any) -> "Argument":
         """A view with another shape, strides or dtype."""
         made = Argument(*super()._replace(**changes))
         made.slot, made.offset, made.is_view = self.slot, self.offset, True

@@ -250,8 +250,4 @@ def _imported(module: str, name: str) -> Op:
 
 
 def op(**contract: Any) -> Callable[[Callable[..., Any]], Op]:
-    if isinstance(contract["kernels"], tuple):  # TEMPORARY
-        from tilery.core import legacy
-
-        return lambda reference: Op(reference, **legacy.contract(reference, contract))
     return lambda reference: Op(reference, **contract)

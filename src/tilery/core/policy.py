@@ -28,10 +28,6 @@ before_plan: Callable[["Op", tuple[Any, ...], str | None, Any], None] | None = N
 def load_kernel(op: "Op", name: str) -> Kernel:
     """The kernel, whose module is imported on first use; it lies beside the op's contract unless a dot says where."""
     module, _, attribute = op.kernels[name].partition(":")
-    if module == "legacy":  # TEMPORARY
-        from tilery.core import legacy
-
-        return legacy.kernel(op, attribute)
     found: Kernel = getattr(importlib.import_module(module if "." in module else f"{op.package}.{module}"), attribute)
     return found
 
@@ -113,8 +109,6 @@ def with_workspace(op: "Op", kernel: Kernel, call: Call, config: Any) -> tuple[t
 def compiled(op: "Op", name: str, call: Call, config: Any, arch: str) -> Artifact:
     """What the language's compiler makes of a kernel; of several launches, the one that takes most of an SM."""
     kernel, glue = load_kernel(op, name), languages.load(name)
-    if hasattr(kernel, "compile"):  # TEMPORARY
-        return kernel.compile(call, config, arch)
     _, complete = with_workspace(op, kernel, call, config)
     launches = [launch for launch in kernel.launches(complete, config) if isinstance(launch, Launch)]
     if not launches:

@@ -24,13 +24,6 @@ def arch_number(where: torch.device) -> int:
     return number(arch(where))
 
 
-def shared_limit(arch: str) -> int:
-    """TEMPORARY: ask gpu(where).shared_per_block."""
-    from tilery.hardware.gpu import _of_arch
-
-    return _of_arch(arch).shared_per_block
-
-
 def name(where: torch.device) -> str:
     return gpu(where).name if where.type == "cuda" else _cpu_name()
 

@@ -25,9 +25,8 @@ from tilery.languages.cuda_signature import TENSOR_MAP, Signature, Struct
 
 TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
-_EARLY = 90  # the first whose kernels may start while the one before ends
+_PDL = 90  # the first architecture whose kernels may start while the one before ends
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
-_PARAMETERS = {"P": ctypes.c_void_p, "q": ctypes.c_longlong, "i": ctypes.c_int, "f": ctypes.c_float, "T": None}
 
 
 class Source(NamedTuple):
@@ -106,39 +105,22 @@ class _Struct:
         return ctypes.addressof(self._made)
 
 
-def params(source: Path, kernel: str, *values: Any) -> _Struct:
-    """The struct that a kernel takes as its last parameter, with these values of its fields, in their order."""
-    return _Struct(_layout(source, kernel)(*values))
-
-
-@functools.cache
-def _layout(source: Path, kernel: str) -> type[ctypes.Structure]:
-    layout: type[ctypes.Structure] = Source(source, kernel).signature.parameters[-1].type.layout
-    return layout
-
-
 class Kernel:
     """One instance of a template in a .cu file, and how it is launched: blocks and threads in one dimension."""
 
     def __init__(
-        self,
-        source: Path,
-        name: str,
-        parameters: Any,
-        threads: int,
-        shared: int = 0,
-        cluster: int = 1,
-        early: bool = False,
-    ) -> None:
-        """`parameters`: P pointer, q and i integers of 64 and 32 bits, f float, T a TensorMap by value.
+        self, source: Path, name: str, types: tuple[Any, ...],
+        threads: int, shared: int = 0, cluster: int = 1, pdl: bool = False,
+    ) -> None:  # fmt: skip
+        """`types`: of the parameters, as ctypes has them; None for what is passed by value: structs, tensor maps.
 
         `shared`: bytes of dynamic memory. `cluster`: neighbouring blocks that run at once and see each other's shared
-        memory, from sm_90 on. `early`: PDL, there too: blocks may start before the last kernel ends; call `pdl_wait`.
+        memory, from sm_90 on. `pdl`: there too, blocks may start before the last kernel ends; they call `pdl_wait`.
         """
         self.source, self.name, self.threads, self.shared, self.cluster = source, name, threads, shared, cluster
-        self.early = early
+        self.pdl = pdl
         self._local = threading.local()  # .hows: device -> a launch's configuration, of which grid and stream change
-        self._types = tuple(_PARAMETERS[p] for p in parameters) if isinstance(parameters, str) else parameters
+        self._types = types
         self._functions: dict[int, Any] = {}  # device -> the loaded kernel
         self._resident: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -149,8 +131,8 @@ class Kernel:
 
     def compile(self, arch: str) -> Artifact:
         built = self.build(arch)
-        if self.early and _can_start_early(arch) and "griddepcontrol.wait" not in built.ptx:
-            raise CompileFailed(f"{self.name} starts early, so it must call pdl_wait() before it touches memory")
+        if self.pdl and _has_pdl(arch) and "griddepcontrol.wait" not in built.ptx:
+            raise CompileFailed(f"{self.name} has pdl=True, so it must call pdl_wait() before it touches memory")
         used = toolkit.resources(built.cubin)
         code = {"cuda": self.source.read_text(encoding="utf-8"), "ptx": built.ptx}
         return Artifact(arch, code, built.cubin, used.registers, used.spills, used.shared + self.shared)
@@ -179,7 +161,7 @@ class Kernel:
 
     def _submit(self, function: Any, index: int, blocks: int, stream: int, values: tuple[Any, ...]) -> Any:
         arguments = values, self._types
-        if self.cluster == 1 and not self.early:
+        if self.cluster == 1 and not self.pdl:
             sizes = blocks, 1, 1, self.threads, 1, 1, self.shared
             return driver.cuLaunchKernel(function, *sizes, stream, arguments, 0)[0]
         try:
@@ -194,8 +176,8 @@ class Kernel:
         how = self._local.__dict__.setdefault("hows", {})[index] = driver.CUlaunchConfig()
         how.gridDimY, how.gridDimZ, how.sharedMemBytes = 1, 1, self.shared
         how.blockDimX, how.blockDimY, how.blockDimZ = self.threads, 1, 1
-        early = self.early and _can_start_early(device.arch(torch.device("cuda", index)))
-        how.attrs = ([_clusters_of(self.cluster)] if self.cluster > 1 else []) + ([_early()] if early else [])
+        pdl = self.pdl and _has_pdl(device.arch(torch.device("cuda", index)))
+        how.attrs = ([_clusters_of(self.cluster)] if self.cluster > 1 else []) + ([_pdl_attribute()] if pdl else [])
         how.numAttrs = len(how.attrs)
         return how
 
@@ -225,12 +207,12 @@ def _clusters_of(blocks: int) -> Any:
     return attribute
 
 
-def _can_start_early(arch: str) -> bool:
-    return device.number(arch) >= _EARLY
+def _has_pdl(arch: str) -> bool:
+    return device.number(arch) >= _PDL
 
 
 @functools.cache
-def _early() -> Any:
+def _pdl_attribute() -> Any:
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
@@ -242,18 +224,6 @@ def vector_width(tensors: tuple[TensorSpec, ...], *steps: int) -> int:
     values = 16 // tensors[0].dtype.itemsize
     vectors = all(t.aligned for t in tensors) and all(step % values == 0 for step in steps)
     return values if vectors else 1
-
-
-def width(tensors: tuple[Any, ...], *steps: int) -> int:
-    """TEMPORARY"""
-    values = 16 // tensors[0].dtype.itemsize
-    for t in tensors:
-        if not (t.aligned if isinstance(t, TensorSpec) else t.data_ptr() & 15 == 0):
-            return 1
-    for step in steps:
-        if step % values:
-            return 1
-    return values
 
 
 # The driver

@@ -52,11 +52,8 @@ def _build(source: str, name: str, arch: str) -> _Built:
 
 
 def compile(launch: Launch, arch: str) -> Artifact:
-    return legacy_compile(launch.kernel.source, _instance(launch), arch)
-
-
-def legacy_compile(source: str, name: str, arch: str) -> Artifact:
-    built = _build(source, name, arch)
+    source = launch.kernel.source
+    built = _build(source, _instance(launch), arch)
     used = toolkit.resources(built.cubin)
     return Artifact(arch, {"cuda": source, "ptx": built.ptx}, built.cubin, used.registers, used.spills, used.shared)
 
@@ -102,9 +99,3 @@ def _function(source: str, name: str, index: int) -> Any:
 def _stream(handle: int) -> Any:
     """torch's current stream, which is `handle`, as CuPy's."""
     return cupy.cuda.Stream.from_external(torch.cuda.current_stream())
-
-
-def legacy_launch(source: str, name: str, grid: int, threads: int, arguments: tuple[Any, ...]) -> None:
-    index = torch._C._cuda_getDevice()
-    stream = _stream(torch._C._cuda_getCurrentRawStream(index))
-    _function(source, name, index)((grid,), (threads,), arguments, stream=stream)

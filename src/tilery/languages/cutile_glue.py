@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import cuda.tile as ct
 import torch
@@ -66,27 +66,6 @@ def _hinted(kernel: Any, **hints: int | None) -> Any:
     return kernel.replace_hints(**hints) if hints else kernel
 
 
-class LegacyLaunch(NamedTuple):
-    """TEMPORARY"""
-
-    kernel: Any
-    blocks: int
-    arguments: tuple[Any, ...]
-
-
-hinted = _hinted
-
-
-@functools.cache
-def processors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def legacy_run(launch) -> None:
-    stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-    ct.launch(stream, (launch.blocks,), launch.kernel, launch.arguments)
-
-
 def hint_refusal(num_worker_warps: int, occupancy: int | None = None, **sizes: int) -> str | None:
     """What cuTile does not take of a config; `sizes` are a tile's."""
     for name, size in sizes.items():
@@ -109,10 +88,6 @@ def grid_refusal(blocks: int) -> str | None:
 def compile(launch: Launch, arch: str) -> Artifact:
     constants = {n: x.example if isinstance(x, Scalar) else x for n, x in launch.constants.items()}
     return _compiled(_hinted(launch.kernel, **launch.options), _ordered(replace(launch, constants=constants)), arch)
-
-
-def legacy_compile(launch, arch):
-    return _compiled(launch.kernel, launch.arguments, arch)
 
 
 def _compiled(kernel: Any, arguments: tuple[Any, ...], arch: str) -> Artifact:

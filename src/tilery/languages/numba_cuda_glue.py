@@ -105,11 +105,7 @@ def _assemble(ptx: str, arch: str) -> bytes:
 
 
 def compile(launch: Launch, arch: str) -> Artifact:
-    return legacy_compile(launch.kernel, arch)
-
-
-def legacy_compile(kernel: Kernel, arch: str) -> Artifact:
-    built = _build(kernel, arch)
+    built = _build(launch.kernel, arch)
     used = toolkit.resources(built.cubin)
     return Artifact(arch, {"ptx": built.ptx}, built.cubin, used.registers, used.spills, used.shared)
 
@@ -151,9 +147,3 @@ def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
 
 def _of_tensor(x: Argument) -> Callable[[Values], Any]:
     return x.address
-
-
-def legacy_launch(kernel: Kernel, grid: int, arguments: tuple[Any, ...]) -> None:
-    index = torch._C._cuda_getDevice()
-    stream = _stream(torch._C._cuda_getCurrentRawStream(index))
-    core_launch(stream, _shape(grid, kernel.threads), _loaded(kernel, index), *arguments)

@@ -38,7 +38,7 @@ jit = numba.njit(**_OPTIONS)
 def _folder() -> str | None:
     """Where compiled code is kept. Numba does not notice edits of helpers, so the name holds the text of them all."""
     package = Path(__file__).parents[1]
-    names = ("languages/numba_*.py", "parts/numba_*.py", "ops/**/numba*.py", "ops/**/numba/*.py")
+    names = ("languages/numba_*.py", "ops/**/numba*.py", "ops/**/numba/*.py")
     helpers = sorted(path for name in names for path in package.glob(name))
     name = hashlib.sha256(b"".join(p.read_bytes() for p in helpers)).hexdigest()[:12]
     folder = Path(_config.CACHE_DIR or settings.get().cache_dir / "numba") / name
@@ -126,24 +126,6 @@ def _ordered(launch: Launch) -> tuple[Any, ...]:
         f"{', '.join(sorted(set(given) ^ set(rest)))} besides or not"
     )
     return tuple(given[name] for name in rest)
-
-
-def legacy_launch(kernel: Any, parallel: bool, tensors: Any, *scalars: Any) -> None:
-    from tilery.languages.numba_elements import STORAGE
-
-    count, addresses = threads(parallel), [t.data_ptr() for t in tensors]
-    storage = STORAGE[tensors[0].dtype]
-    if _concurrent:
-        kernel(count, *addresses, *scalars, storage)
-        return
-    _run_alone(kernel, count, [*addresses, *scalars, storage])
-
-
-def legacy_compile(kernel: Any, tensors: Any, *scalars: Any) -> Artifact:
-    from tilery.languages.numba_elements import STORAGE
-
-    storage = STORAGE[tensors[0].dtype]
-    return _compiled(kernel, (types.int64, *[types.int64] * len(tensors), *map(numba.typeof, (*scalars, storage))))
 
 
 @contextlib.contextmanager

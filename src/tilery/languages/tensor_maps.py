@@ -93,19 +93,12 @@ def of_matrix(x: Argument, box_rows: int) -> TensorMapOf:
     return TensorMapOf(x, (columns, rows), (x.stride(0),), (box_rows,))
 
 
-def of_heads(x: Any, sizes: tuple[int, ...], strides: tuple[int, ...], *box: int) -> TensorMap:
-    """The same of a tensor as `heads_refusal` sees it; where there is one alone, any stride will do.
-
-    `box`: how much of each dimension but the columns, 1 of those that are not given. Its rows lie in their order.
-    """
-    return heads_at(x.data_ptr(), x.dtype.itemsize, sizes, strides, *box)
-
-
 def heads_at(
     address: int, itemsize: int, sizes: tuple[int, ...], strides: tuple[int, ...], *box: int,
     nan: torch.dtype | None = None,
 ) -> TensorMap:  # fmt: skip
-    """The same of values of `itemsize` bytes from `address` on; NaN of the dtype `nan` where they are outside."""
+    """A map of values of `itemsize` bytes from `address` on. `box`: how much of each dimension but the columns, 1 of those
+    that are not given. What is outside reads as zeros, or as NaN of the dtype `nan`."""
     one = -(-sizes[0] * itemsize // 16) * 16 // itemsize  # along a single one any step of 16 bytes will do
     steps = tuple(stride if size > 1 else one for size, stride in zip(sizes[1:], strides))
     return _made(address, sizes, steps, box, itemsize, *(() if nan is None else (nan,)))

@@ -5,7 +5,6 @@ prim_func has its grid. Tensors are passed as tensors, whose shapes and strides 
 """
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -56,16 +55,6 @@ def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
 
 def _of_tensor(x: Argument) -> Callable[[Values], Any]:
     return x.tensor
-
-
-def legacy_compile(build, constants, arch):
-    names = list(inspect.signature(build).parameters)
-    return _compiled(build, dict(zip(names, constants)), arch)
-
-
-def legacy_launch(build, constants, arguments) -> None:
-    named = tuple(zip(inspect.signature(build).parameters, constants))
-    _loaded(build, named, (), _present(torch._C._cuda_getDevice()))(*arguments)
 
 
 @functools.cache

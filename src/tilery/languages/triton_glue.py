@@ -5,11 +5,10 @@ takes (num_warps, num_stages …). Tensors are passed as pointers; a tuple, name
 constant may be a `Scalar`, whose few values have code of their own each.
 """
 
-import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -267,57 +266,3 @@ def _compiled(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], 
     used = toolkit.resources(built.asm["cubin"])
     code = {"ir": built.asm["ttgir"], "ptx": built.asm["ptx"]}
     return Artifact(arch, code, built.asm["cubin"], used.registers, used.spills, built.metadata.shared)
-
-
-# TEMPORARY: the old idiom
-
-take_over, hand_over = pdl_wait, pdl_launch_dependents
-
-
-class LegacyDescriptor(NamedTuple):
-    spec: TensorSpec
-    block: tuple[int, ...]
-    layout: Any
-
-
-def early(kernel: Any) -> Any:
-    kernel.early = True
-    return kernel
-
-
-def legacy_launch(kernel, grid, arguments, constants, options) -> None:
-    if not _INTERPRETED and getattr(kernel, "early", False) and _starts_early(arguments[0].device):
-        options = options | {"launch_pdl": True}
-    kernel[grid](*arguments, **constants, **options)
-
-
-@functools.cache
-def _starts_early(where: torch.device) -> bool:
-    return int(device.arch(where).removeprefix("sm_")) >= _PDL
-
-
-def legacy_compile(kernel, arguments, constants, options, arch):
-    def stand(value):
-        if isinstance(value, LegacyDescriptor):
-            one = TensorSpec.contiguous(value.block, value.spec.dtype, value.spec.device)
-            if value.layout is None:
-                return tensor_descriptor.TensorDescriptor(
-                    _Pointer(one.dtype, 0), list(one.shape), list(one.strides), list(one.shape)
-                )
-            return TensorDescriptor(
-                _Pointer(one.dtype, 0), list(one.shape), list(one.strides), list(one.shape), value.layout
-            )
-        return _stand_in(value)
-
-    names = kernel.arg_names if isinstance(kernel, triton.JITFunction) else ()
-    given = dict(zip(names, (stand(v) for v in arguments))) | constants
-    ordered = tuple(given[n] for n in names) if set(given) == set(names) else tuple(map(stand, arguments))
-    if set(given) != set(names) and isinstance(kernel, triton.JITFunction):
-        defaults = {n: p.default for n, p in kernel.signature.parameters.items() if p.default is not p.empty}
-        given = defaults | given
-        ordered = tuple(given[n] for n in names)
-    return _compiled(kernel, ordered, dict(options), getattr(kernel, "early", False), arch)
-
-
-def greediest(made):
-    return max(made, key=lambda a: (a.spills or 0, a.registers or 0))

@@ -18,7 +18,7 @@ globals().update({name: getattr(import_module(f"tilery.ops.{module}"), name) for
 
 
 def load_plugins() -> None:
-    """Entry points: `tilery.languages` a Language, `tilery.ops` a module, `tilery.kernels` OP/KERNEL, a Kernel object."""
+    """Entry points: `tilery.languages` a Language, `tilery.ops` a module, `tilery.kernels` OP/KERNEL a Kernel."""
     for entry in entry_points(group="tilery.languages"):
         languages.LANGUAGES[entry.name] = entry.load()
     for entry in entry_points(group="tilery.ops"):

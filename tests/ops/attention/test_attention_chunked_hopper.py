@@ -190,7 +190,7 @@ def test_launches_as_planned(launches):
     given, made = launched(launches, config, **SMALL, layout="padded")
     q, k, v, cu, lengths, table, *_ = given
     ((one, grid, args), (two, blocks, rest)), (out,), kept = made
-    assert (one.threads, one.shared, one.cluster, one.early) == (384, shared_bytes(128, 128, 6, 128), 1, True)
+    assert (one.threads, one.shared, one.cluster, one.pdl) == (384, shared_bytes(128, 128, 6, 128), 1, True)
     assert "paged_attention<__nv_bfloat16, 128, 128, 2, 6, 1>" in one.name
     assert grid == 3 * 2 * 2 * 2  # sequences, splits, heads, tiles of 160 rows
     addresses, sizes, steps, boxes, _ = zip(*launches[1])
@@ -203,7 +203,7 @@ def test_launches_as_planned(launches):
     assert args["page_table_stride"] == 11 and args["softmax_scale"] == pytest.approx(128**-0.5)
     assert some(args, SHAPES) == [3, 45, 2, 4, 2, 2, 2, 1, 128, 64, 40, 704, 2**29]
     assert [how[5:] for how in launches[1]] == [(), (torch.bfloat16,), ()]  # keys that are not there are NaN
-    assert (two.threads, two.early, blocks) == (128, True, 90) and "combine_splits<__nv_bfloat16, 128>" in two.name
+    assert (two.threads, two.pdl, blocks) == (128, True, 90) and "combine_splits<__nv_bfloat16, 128>" in two.name
     assert some(rest, POINTERS[3:]) == [x.data_ptr() for x in (out, *partials)]
     assert (rest["rows"], rest["splits"]) == (360, 2)
 

@@ -191,7 +191,7 @@ def launched(launches, config, **more):
 def test_launches_a_cache_in_one_piece(launches):
     (q, k, v, lengths, *_), made = launched(launches, FEW, queries=3, layout="padded")
     ((one, grid, args), (two, blocks, rest)), (out,), kept = made
-    assert "paged_attention<__nv_bfloat16, 128, 64, 1, 5, 1>" in one.name and (one.threads, one.early) == (256, True)
+    assert "paged_attention<__nv_bfloat16, 128, 64, 1, 5, 1>" in one.name and (one.threads, one.pdl) == (256, True)
     assert grid == 4 * 6 * 2  # sequences, splits of 128 keys, heads
     addresses, sizes, steps, boxes, _ = zip(*launches[1])
     assert addresses == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and boxes == ((4, 1, 3), (64,), (64,))
@@ -202,7 +202,7 @@ def test_launches_a_cache_in_one_piece(launches):
     assert some(args, POINTERS) == [0, 0, *(x.data_ptr() for x in (lengths, out, *partials))]
     assert args["page_table_stride"] == 0 and args["softmax_scale"] == pytest.approx(128**-0.5)
     assert some(args, SHAPES) == [4, 12, 2, 4, 1, 6, 16, 2, 12, 2**30, 3, 701, 2**29]
-    assert (two.threads, two.early, blocks) == (128, True, 24)
+    assert (two.threads, two.pdl, blocks) == (128, True, 24)
     assert some(rest, POINTERS[3:]) == [x.data_ptr() for x in (out, *partials)]
     assert (rest["rows"], rest["splits"]) == (96, 6)
 

@@ -170,7 +170,7 @@ def test_launches_as_planned(launches):
     config = Config(128, 176, 4, multicast=2)
     q, k, v, *rest = given(attention, batch=3, causal=False)
     ((one, grid, args),), (out,), _ = run(attention, config, (q, k, v, *rest), launches)
-    assert (one.threads, one.shared, one.cluster, one.early) == (384, shared_bytes(config, 128), 2, True)
+    assert (one.threads, one.shared, one.cluster, one.pdl) == (384, shared_bytes(config, 128), 2, True)
     assert grid == 3 * 4 * 2 * 2  # sequences, heads, and tiles of 256, for two blocks each
     assert "128, 176, 2, 4, 2>" in one.name
     addresses, sizes, steps, boxes, _ = zip(*launches[1])

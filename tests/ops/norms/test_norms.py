@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tilery.parts import fp8
 
 import tilery
 from tilery import languages
@@ -10,7 +11,6 @@ from tilery.base.spec import case
 from tilery.core.op import REGISTRY
 from tilery.measure.check import check
 from tilery.measure.place import place
-from tilery.parts import fp8
 
 X, RESIDUAL = torch.randn(6, 96).bfloat16(), torch.randn(6, 96).bfloat16()
 W = torch.randn(96).bfloat16()

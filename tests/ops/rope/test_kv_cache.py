@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tilery.parts import fp8
 
 import tilery
 from tilery.base.errors import BadInput
 from tilery.ops.rope import kv_cache
-from tilery.parts import fp8
 
 BACKENDS = ["numba", "triton"]
 

@@ -13,7 +13,7 @@ from tilery.ops.attention import backward_cases, cases, peers, reference
 from tilery.ops.attention.call import AttentionCall, BackwardCall
 from tilery.ops.attention.checks import check, check_packed, check_qkv, check_scale
 from tilery.ops.attention.indices import require_packed
-from tilery.parts import heads
+from tilery.ops.rope import heads
 
 # Probabilities are rounded to the values' dtype, then the sum is: 2.4e-3 in bf16, 3e-4 in fp16. An lse is fp32 always,
 # a sum of products that fp8 tensor cores may keep 14 bits of.

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from tilery.base.errors import require
+from tilery.base.integers import ceil_div
 from tilery.base.spec import Bucket, Cost
 from tilery.core.indices import require_offsets
 from tilery.core.op import op
 from tilery.core.peers import baselines
 from tilery.ops.attention import paged, paged_peers
 from tilery.ops.attention.attention import model_sizes
-from tilery.ops.attention.call import PagedCall, ceil_div
+from tilery.ops.attention.call import PagedCall
 from tilery.ops.attention.checks import check_scale
 from tilery.ops.attention.indices import require_pages, spans
 from tilery.ops.attention.paged_cases import chunked_cases, chunked_inputs

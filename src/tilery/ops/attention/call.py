@@ -6,6 +6,7 @@ H / G query heads shares a key head. Caches hold keys in pages, or those of each
 
 from typing import Any, NamedTuple
 
+from tilery.base.integers import ceil_div
 from tilery.base.launch import Scalar
 from tilery.base.spec import DTYPES, TensorSpec, dtype_name
 from tilery.core.call import Call
@@ -20,15 +21,6 @@ class Strides(NamedTuple):
     sequence: int
     token: int
     head: int
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def next_power_of_2(n: int) -> int:
-    """The least power of two that is n or more; 1 for 0."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def effective_window(window: int, queries: int, keys: int) -> int:

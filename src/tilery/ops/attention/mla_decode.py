@@ -17,7 +17,7 @@ from tilery.ops.attention.indices import require_pages
 from tilery.ops.attention.mla_decode_cases import cases, inputs
 from tilery.ops.attention.paged import MAX_QUERIES, in_order
 from tilery.ops.attention.reference import attend
-from tilery.parts import kv_cache
+from tilery.ops.rope import kv_cache
 
 _LATENT_DIMS, _ROPE_DIMS = (16, 32, 64, 128, 256, 512), (16, 32, 64)
 

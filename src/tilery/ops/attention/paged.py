@@ -10,7 +10,7 @@ from tilery.base.spec import Cost, TensorSpec, dtype_name
 from tilery.ops.attention.call import PagedCall, visible_pairs
 from tilery.ops.attention.checks import HEAD_DIMS, check_softcap, check_window
 from tilery.ops.attention.reference import attend
-from tilery.parts import kv_cache
+from tilery.ops.rope import kv_cache
 
 # Probabilities are rounded to the dtype of q before they meet the values; fp8 caches are read as what they hold.
 ALLOWED = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 import torch
 
+from tilery.base.integers import ceil_div
 from tilery.base.launch import Host, Launch
 from tilery.base.spec import TensorSpec, Work, dtype_name
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import gpu
 from tilery.languages import tilelang_glue
-from tilery.ops.attention.call import PagedCall, ceil_div
+from tilery.ops.attention.call import PagedCall
 from tilery.ops.attention.indices import fill_without_keys
 
 _LOG2E = 1.4426950408889634

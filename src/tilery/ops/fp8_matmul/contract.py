@@ -10,7 +10,7 @@ from tilery.base.errors import require
 from tilery.base.spec import DTYPES, Cost, TensorSpec, dtype_name
 from tilery.core import inputs as draw
 from tilery.core.call import Call
-from tilery.parts.fp8 import GROUP, LARGEST
+from tilery.ops.quantize.formats import GROUP, LARGEST
 
 # Hopper's fp8 tensor cores drop what is 2**13 times smaller than the largest product they add, so that even sums that
 # are promoted every 128 products may be off by some 3e-4. An fp32 output says how the sum is given, not how good it is.

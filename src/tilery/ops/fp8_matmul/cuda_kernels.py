@@ -20,7 +20,7 @@ from tilery.ops.fp8_matmul.contract import Fp8MatmulCall
 from tilery.ops.matmul.cuda import hopper_tiles
 from tilery.ops.matmul.cuda.hopper_tiles import ConfigSpace
 from tilery.ops.matmul.work import gemm_work
-from tilery.parts.fp8 import GROUP
+from tilery.ops.quantize.formats import GROUP
 
 _SOURCE = Path(__file__).with_name("fp8_matmul.cu")
 _COLUMNS = (*hopper_tiles.NARROW, 128, 176, 192, 256)  # of large-M tiles

@@ -12,7 +12,7 @@ from tilery.languages import cutile_glue
 from tilery.ops.fp8_matmul.contract import Fp8MatmulCall
 from tilery.ops.matmul.cutile.tiles import enough_tiles, grouped_tile
 from tilery.ops.matmul.work import gemm_work
-from tilery.parts.fp8 import GROUP
+from tilery.ops.quantize.formats import GROUP
 
 _ZERO = ct.PaddingMode.ZERO
 

@@ -10,18 +10,18 @@ from tilery.base.spec import DTYPES, Bucket, TensorSpec, case
 from tilery.core import inputs as draw
 from tilery.core.op import op
 from tilery.core.peers import baselines, load
-from tilery.ops.dequantize_fp8 import spread
 from tilery.ops.fp8_matmul import contract
 from tilery.ops.fp8_matmul.contract import Fp8MatmulCall
-from tilery.parts import fp8
+from tilery.ops.quantize import formats
+from tilery.ops.quantize.formats import GROUP, scale_of_each
 
 MIXED = {"tilelang": "of one format", "cutile": "of one format"}
 
 
 def check(call: Fp8MatmulCall) -> None:
-    contract.check_operands(call, multiple=fp8.GROUP)
+    contract.check_operands(call, multiple=GROUP)
     (m, k), n = call.a.shape, call.n
-    groups, blocks = fp8.scale_shape(m, k, "group"), fp8.scale_shape(n, k, "block")
+    groups, blocks = formats.scale_shape(m, k, "group"), formats.scale_shape(n, k, "block")
     contract.check_scale("a_scale", call.a_scale, {"one per group of 128": groups}, call.a)
     contract.check_scale("b_scale", call.b_scale, {"one per block of 128 × 128": blocks}, call.b)
 
@@ -39,17 +39,17 @@ def inputs(
     """`dtype`, `layout` and `special` are a's; `scales` is the layout of a_scale: peers want "column"."""
     g = draw.generator(seed, device)
     a, b = draw.matrix(m, k, dtype, g, layout, special), draw.matrix(n, k, dtype_b, g, layout_b)
-    fp8.check("group", scales, dtype)
-    _, a_spec = fp8.specs(TensorSpec.of(a, aligned=True), "group", scales, dtype)
-    _, b_spec = fp8.specs(TensorSpec.of(b, aligned=True), "block", "row", dtype_b)
+    formats.check("group", scales, dtype)
+    a_spec = formats.outputs(TensorSpec.of(a, aligned=True), "group", scales, dtype)["scales"]
+    b_spec = formats.outputs(TensorSpec.of(b, aligned=True), "block", "row", dtype_b)["scales"]
     a_scale, b_scale = (contract.draw_scale(spec, g, special_scale) for spec in (a_spec, b_spec))
     return {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "out_dtype": out}
 
 
 def _torch(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: str) -> Tensor:
     (m, k), n, dtype = a.shape, b.shape[0], contract.wide(a)
-    a_wide = (a.float().view(m, k // fp8.GROUP, fp8.GROUP) * a_scale.unsqueeze(-1)).to(dtype).view(m, k)
-    b_wide = (b.float() * spread(b_scale, n, k, "block")).to(dtype)
+    a_wide = (a.float().view(m, k // GROUP, GROUP) * a_scale.unsqueeze(-1)).to(dtype).view(m, k)
+    b_wide = (b.float() * scale_of_each(b_scale, n, k, "block")).to(dtype)
     return (a_wide @ b_wide.t()).to(DTYPES[out_dtype])
 
 
@@ -84,7 +84,7 @@ def _deepgemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype:
         "tilelang": "tilelang_kernels:fp8_matmul", "cutile": "cutile_kernels:fp8_matmul",
     },
     baselines=baselines(torch=_torch, cublaslt=_cublaslt, deepgemm=_deepgemm),
-    model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears() if layer.k % fp8.GROUP == 0],
+    model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears() if layer.k % GROUP == 0],
     cases={
         "test": [
             case(m=128, n=256, k=256, dtype="e4m3", out="fp16"),
@@ -118,4 +118,6 @@ def fp8_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype
     """c [M, N] = (a · a_scale) (b · b_scale)ᵀ; fp8 a [M, K], b [N, K]; a_scale [M, K/128], b_scale [⌈N/128⌉, K/128]."""
     (m, k), n = a.shape, b.shape[0]
     kind = a_scale.dtype
-    return (a.to(kind) * spread(a_scale, m, k, "group")) @ (b.to(kind) * spread(b_scale, n, k, "block")).t()
+    return (a.to(kind) * scale_of_each(a_scale, m, k, "group")) @ (
+        b.to(kind) * scale_of_each(b_scale, n, k, "block")
+    ).t()

@@ -10,7 +10,7 @@ from tilery.core.op import op
 from tilery.core.peers import baselines
 from tilery.ops.fp8_matmul import contract
 from tilery.ops.fp8_matmul.contract import Fp8MatmulCall
-from tilery.parts import fp8
+from tilery.ops.quantize import formats
 
 MULTIPLE = 16  # of K
 
@@ -42,8 +42,8 @@ def inputs(
     a, b = draw.matrix(m, k, dtype, g, layout, special), draw.matrix(n, k, dtype_b, g, layout_b)
     made = []
     for x, per, kind in ((a, scales, dtype), (b, scales_b, dtype_b)):
-        fp8.check(per, "row", kind, among=("token", "tensor"))
-        _, spec = fp8.specs(TensorSpec.of(x, aligned=True), per, "row", kind)
+        formats.check(per, "row", kind, among=("token", "tensor"))
+        spec = formats.outputs(TensorSpec.of(x, aligned=True), per, "row", kind)["scales"]
         made.append(contract.draw_scale(spec, g, special_scale))
     return {"a": a, "a_scale": made[0], "b": b, "b_scale": made[1], "out_dtype": out}
 

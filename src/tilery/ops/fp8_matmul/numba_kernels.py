@@ -30,7 +30,7 @@ from tilery.languages.numba_elements import (
 )  # fmt: skip
 from tilery.languages.numba_glue import jit, kernel
 from tilery.ops.fp8_matmul.contract import Fp8MatmulCall, ScaleStrides
-from tilery.parts.fp8 import GROUP
+from tilery.ops.quantize.formats import GROUP
 
 _BLOCK_M = 96  # rows of a packed at a time
 _FEW = 16  # rows of a; n=4096, k=1024 on a Zen 4 core: 3.8 ms by dot products, 4.6 by tiles; 24 rows: 5.4 and 4.7

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilery.base.integers import ceil_div
 from tilery.base.launch import Host, Launch
 from tilery.base.spec import DTYPES, TensorSpec, Work, dtype_name
 from tilery.core.kernel import Kernel
@@ -16,7 +17,7 @@ from tilery.languages import tilelang_glue
 from tilery.ops.fp8_matmul.contract import Fp8MatmulCall
 from tilery.ops.fp8_matmul.split_k import split_k_work, split_k_workspace
 from tilery.ops.fp8_matmul.tilelang_product import Specialization, product
-from tilery.parts.fp8 import GROUP, ceil_div
+from tilery.ops.quantize.formats import GROUP
 
 _NAMES = {**tilelang_glue.NAMES, torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
 _TYPES = ("base", "swapAB", "splitK", "splitK_swapAB")

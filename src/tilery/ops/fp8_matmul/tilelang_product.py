@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from tilery.parts.fp8 import GROUP, ceil_div
+from tilery.base.integers import ceil_div
+from tilery.ops.quantize.formats import GROUP
 
 _ADDED = 512  # elements of c that a block of the second launch adds up
 

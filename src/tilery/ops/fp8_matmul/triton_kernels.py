@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilery.base.integers import ceil_div
 from tilery.base.launch import Host, Launch
 from tilery.base.spec import DTYPES, TensorSpec, Work
 from tilery.core.kernel import Kernel
@@ -19,9 +20,9 @@ from tilery.hardware.gpu import ARCHS, gpu
 from tilery.ops.fp8_matmul.contract import Fp8MatmulCall
 from tilery.ops.fp8_matmul.split_k import split_k_work, split_k_workspace
 from tilery.ops.matmul.triton.tiles import grouped_tile
-from tilery.parts import triton_fp8
-from tilery.parts.fp8 import GROUP, LARGEST, ceil_div
-from tilery.parts.triton_fp8 import widen
+from tilery.ops.quantize import triton_fp8
+from tilery.ops.quantize.formats import GROUP, LARGEST
+from tilery.ops.quantize.triton_fp8 import widen
 
 _K = tl.constexpr(GROUP)
 _FORMATS = {DTYPES[format]: format for format in LARGEST}

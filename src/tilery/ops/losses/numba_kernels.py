@@ -33,10 +33,10 @@ from tilery.languages.numba_elements import (
 )  # fmt: skip
 from tilery.languages.numba_glue import jit, kernel
 from tilery.ops.losses.contract import LinearLossCall, LossCall
+from tilery.ops.matmul.numba.tiles import pack
 from tilery.ops.rows.numba_rows import Config, NumbaRows
 from tilery.ops.rows.shape import rows
 from tilery.ops.softmax.numba_kernels import base, row_sums
-from tilery.parts.numba_tiles import pack
 
 # Formulas
 

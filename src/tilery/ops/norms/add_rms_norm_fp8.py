@@ -12,8 +12,8 @@ from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
 from tilery.ops.norms import contract as norms
 from tilery.ops.norms import rms_norm_fp8 as plain
+from tilery.ops.quantize import formats
 from tilery.ops.rows import contract as rows
-from tilery.parts import fp8
 
 
 def _check(call: Call) -> None:
@@ -52,7 +52,7 @@ def _torch(
 
 @op(
     check=_check, outputs=_outputs, cost=_cost, bucket=plain.bucket, inputs=_inputs,
-    allowed=norms.ALLOWED | fp8.ALLOWED, rounds_between=True,
+    allowed=norms.ALLOWED | formats.ALLOWED, rounds_between=True,
     runtime=("eps", "offset"), check_runtime=norms.check_eps,
     kernels={
         "numba": "tilery.ops.norms.numba.forward:add_rms_norm_fp8",

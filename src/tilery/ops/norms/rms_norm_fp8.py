@@ -11,18 +11,18 @@ from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
 from tilery.ops.norms import contract as norms
 from tilery.ops.norms.rms_norm import rms_norm
+from tilery.ops.quantize import formats
 from tilery.ops.rows import contract as rows
-from tilery.parts import fp8
 
 
 def check(call: Call) -> None:
     rows.check_rows("x", call.x, norms.ALLOWED)
     norms.check_vector("weight", call.weight, call.x)
-    fp8.check(call.per, call.layout, call.format, among=norms.PER)
+    formats.check(call.per, call.layout, call.format, among=norms.PER)
 
 
 def outputs(call: Call) -> dict[str, TensorSpec]:
-    values, scales = fp8.specs(call.x, call.per, call.layout, call.format)
+    values, scales = formats.outputs(call.x, call.per, call.layout, call.format).values()
     return {"values": values, "scales": scales}
 
 
@@ -50,9 +50,9 @@ def inputs(
 
 def quantised_torch(y: Tensor, per: str, layout: str, pow2: bool, format: str) -> tuple[Tensor, Tensor]:
     """What a user would write after a norm: values in fp8, scales in fp32, laid out as asked."""
-    values, scales = fp8.quantised(y.float(), per, format, pow2)
+    values, scales = formats.quantized(y.float(), per, format, pow2)
     if layout == "column":
-        _, spec = fp8.specs(TensorSpec.of(y, aligned=True), per, layout, format)
+        spec = formats.outputs(TensorSpec.of(y, aligned=True), per, layout, format)["scales"]
         scales = torch.empty_strided(spec.shape, spec.strides, dtype=scales.dtype, device=y.device).copy_(scales)
     return values.to(DTYPES[format]), scales
 
@@ -65,7 +65,7 @@ def _torch(
 
 
 @op(
-    check=check, outputs=outputs, cost=_cost, bucket=bucket, inputs=inputs, allowed=fp8.ALLOWED,
+    check=check, outputs=outputs, cost=_cost, bucket=bucket, inputs=inputs, allowed=formats.ALLOWED,
     runtime=("eps", "offset"), check_runtime=norms.check_eps,
     kernels={
         "numba": "tilery.ops.norms.numba.forward:rms_norm_fp8",
@@ -83,4 +83,4 @@ def rms_norm_fp8(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(values, scales): rms_norm(x, weight, eps, offset) as fp8 times scales, not rounded in between;
     x, values [..., N], weight [N], scales [M, 1] per token or [M, ceil(N / 128)] per group."""
-    return fp8.quantised(rms_norm.reference(x, weight, eps, offset), per, format, pow2)
+    return formats.quantized(rms_norm.reference(x, weight, eps, offset), per, format, pow2)

@@ -8,10 +8,10 @@ from torch import Tensor
 from tilery.base.errors import require
 from tilery.base.spec import DTYPES, TensorSpec, dtype_name
 from tilery.core.indices import require_between
-from tilery.parts import fp8
+from tilery.ops.quantize import formats
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-FORMATS = {DTYPES[name]: name for name in fp8.LARGEST}  # names of an fp8 cache's dtypes
+FORMATS = {DTYPES[name]: name for name in formats.LARGEST}  # names of an fp8 cache's dtypes
 
 
 def check(
@@ -64,7 +64,7 @@ def stored(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     if scale is not None:
         values = values / scale.unsqueeze(-1)
     if dtype in FORMATS:
-        largest = fp8.LARGEST[FORMATS[dtype]]
+        largest = formats.LARGEST[FORMATS[dtype]]
         values = values.float().clamp(-largest, largest)
     return values.to(dtype)
 

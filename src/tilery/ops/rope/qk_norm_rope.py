@@ -11,10 +11,10 @@ from tilery.base.spec import Case, Cost, case, dtype_name
 from tilery.core import inputs as random
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
+from tilery.ops.norms.contract import check_eps
 from tilery.ops.rope import contract, peers
 from tilery.ops.rope.contract import RopeCall
 from tilery.ops.rope.heads import model_sizes
-from tilery.parts.norms import check_eps
 
 
 def _check(call: RopeCall) -> None:

@@ -10,11 +10,11 @@ from tilery.base.launch import Launch
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
 from tilery.languages.triton_glue import pdl_launch_dependents, pdl_wait
+from tilery.ops.quantize.triton_fp8 import as_bytes, native, quantize
 from tilery.ops.rope import kv_cache
 from tilery.ops.rope.contract import RopeCall
 from tilery.ops.rope.heads import heads
 from tilery.ops.rope.rope_cache_write import CacheWriteCall
-from tilery.parts.triton_fp8 import as_bytes, native, quantise
 
 _WARPS = (1, 2, 4, 8)
 _VALUES_PER_LANE = 128  # of 255 registers; the rest hold cos, sin and addresses
@@ -252,7 +252,7 @@ def _stored(x, scale_ptr, head, mask, PER_HEAD: tl.constexpr, FORMAT: tl.constex
     """x [heads, BLOCK] as the cache holds it."""
     if FORMAT is not None:
         scale = tl.load(scale_ptr + head, mask=mask, other=1.0) if PER_HEAD else tl.load(scale_ptr)
-        x = quantise(tl.div_rn(x, tl.broadcast_to(scale, x.shape)), FORMAT, NATIVE)
+        x = quantize(tl.div_rn(x, tl.broadcast_to(scale, x.shape)), FORMAT, NATIVE)
     return x
 
 

@@ -19,11 +19,11 @@ from tilery.languages.numba_elements import (
     unrank,
 )
 from tilery.languages.numba_glue import jit, kernel
+from tilery.ops.memory.numba_philox import words
 from tilery.ops.rows.numba_rows import Config, NumbaRows
 from tilery.ops.rows.shape import rows
 from tilery.ops.sampling.sample import BELOW_ONE, quarter
 from tilery.ops.softmax.numba_kernels import row_sums
-from tilery.parts.numba_philox import words
 
 _LARGEST = np.int32(2**31 - 1)
 _ZERO, _MINUS_ZERO = np.int32(0), np.int32(-1)  # as ranks

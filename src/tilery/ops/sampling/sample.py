@@ -12,10 +12,10 @@ from tilery.core import inputs as draw
 from tilery.core.call import Call
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
+from tilery.ops.memory import philox
 from tilery.ops.rows import contract as rows
 from tilery.ops.rows.shape import rows as rows_of
 from tilery.ops.sampling.argmax import ALLOWED, bucket, check, outputs
-from tilery.parts import philox
 
 BELOW_ONE = 1 - 2.0**-24  # the largest fp32 value below 1
 _COLDEST, _HOTTEST = 1e-30, 1e30  # logits that are divided by them stay in the range of fp32

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from tilery.base.integers import ceil_div
 from tilery.base.launch import Argument, Host, Launch, Persistent, fill
 from tilery.base.spec import Work, dtype_name
 from tilery.core.kernel import Kernel
@@ -17,7 +18,7 @@ from tilery.hardware.gpu import Gpu, gpu
 from tilery.languages import tensor_maps
 from tilery.languages.cuda_glue import Source
 from tilery.languages.tensor_maps import TensorMapOf
-from tilery.ops.attention.call import AttentionCall, ceil_div
+from tilery.ops.attention.call import AttentionCall
 
 _SOURCE = Source(Path(__file__).with_name("attention.cu"), "hopper_attention")
 _L2_BYTES = 2**25  # of keys and values that blocks running together may share: about half of an H200's L2

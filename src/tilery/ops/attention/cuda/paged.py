@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from tilery.base.integers import ceil_div, next_power_of_2
 from tilery.base.launch import Host, Launch, Persistent, fill
 from tilery.base.spec import TensorSpec, Work, dtype_name
 from tilery.core.kernel import Kernel
@@ -17,7 +18,7 @@ from tilery.hardware.gpu import gpu
 from tilery.languages import tensor_maps
 from tilery.languages.cuda_glue import Source
 from tilery.languages.tensor_maps import TensorMapOf
-from tilery.ops.attention.call import PagedCall, ceil_div, max_splits, next_power_of_2
+from tilery.ops.attention.call import PagedCall, max_splits
 from tilery.ops.attention.cuda.forward import columns, most_stages, or_null, shared_bytes, threads, window_left
 
 _PATH = Path(__file__).with_name("paged_attention.cu")

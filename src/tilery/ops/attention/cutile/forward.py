@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import cuda.tile as ct
 import torch
 
+from tilery.base.integers import ceil_div
 from tilery.base.launch import Host, Launch
 from tilery.base.spec import Work
 from tilery.core.kernel import Kernel
-from tilery.ops.attention.call import AttentionCall, ceil_div
+from tilery.ops.attention.call import AttentionCall
 from tilery.ops.attention.cutile.softmax import (
     ARCHS,
     LOG2E,

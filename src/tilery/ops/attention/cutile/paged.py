@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilery.base.integers import ceil_div, next_power_of_2
 from tilery.base.launch import Argument, Host, Launch
 from tilery.base.spec import TensorSpec, Work
 from tilery.core.kernel import Kernel
-from tilery.ops.attention.call import MlaDecodeCall, PagedCall, ceil_div, next_power_of_2
+from tilery.ops.attention.call import MlaDecodeCall, PagedCall
 from tilery.ops.attention.cutile.paged_kernel import combine, paged_attention
 from tilery.ops.attention.cutile.softmax import ARCHS, config_refusal, reach_refusal, size_refusal
 from tilery.ops.attention.indices import fill_without_keys

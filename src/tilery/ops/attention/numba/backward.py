@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 import torch
 
+from tilery.base.integers import ceil_div
 from tilery.base.launch import Launch
 from tilery.base.spec import TensorSpec
 from tilery.core.kernel import Kernel
 from tilery.languages import numba_elements
 from tilery.languages.numba_elements import ROWS
 from tilery.languages.numba_glue import threads
-from tilery.ops.attention.call import BackwardCall, ceil_div
+from tilery.ops.attention.call import BackwardCall
 from tilery.ops.attention.numba.backward_kernel import Sizes, Strides, Tensors, backward_kernel, buffer_floats
 from tilery.ops.attention.numba.products import DTYPE_CODES
 

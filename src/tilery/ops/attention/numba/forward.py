@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 
+from tilery.base.integers import ceil_div
 from tilery.base.launch import Launch
 from tilery.base.spec import TensorSpec
 from tilery.core.kernel import Kernel
 from tilery.languages import numba_elements
 from tilery.languages.numba_elements import DEPTH, ROWS
 from tilery.languages.numba_glue import threads
-from tilery.ops.attention.call import AttentionCall, MlaCall, MlaDecodeCall, PagedCall, broadcast_stride, ceil_div
+from tilery.ops.attention.call import AttentionCall, MlaCall, MlaDecodeCall, PagedCall, broadcast_stride
 from tilery.ops.attention.numba.blocks import Arguments
 from tilery.ops.attention.numba.forward_kernel import Dtypes, Scoring, Sizes, Strides, Tensors, attention_kernel
 from tilery.ops.attention.numba.products import BLOCK, DTYPE_CODES, padded

@@ -11,11 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
+from tilery.base.integers import ceil_div, next_power_of_2
 from tilery.base.launch import Launch
 from tilery.base.spec import TensorSpec, Work
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
-from tilery.ops.attention.call import BackwardCall, ceil_div, next_power_of_2
+from tilery.ops.attention.call import BackwardCall
 from tilery.ops.attention.triton.softmax import LOG2E, clamped_span, key_range
 from tilery.ops.attention.triton.tiles import CuSeqlens, far, shared_refusal
 

@@ -11,11 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
+from tilery.base.integers import ceil_div, next_power_of_2
 from tilery.base.launch import Argument, Launch
 from tilery.base.spec import Work, dtype_name
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
-from tilery.ops.attention.call import AttentionCall, broadcast_stride, ceil_div, next_power_of_2
+from tilery.ops.attention.call import AttentionCall, broadcast_stride
 from tilery.ops.attention.triton import tiles
 from tilery.ops.attention.triton.softmax import (
     LOG2E,
@@ -27,7 +28,7 @@ from tilery.ops.attention.triton.softmax import (
     visible,
 )
 from tilery.ops.attention.triton.tiles import CuSeqlens, Tiles, fill_rows, load_rows, packed_span, scheduled
-from tilery.parts.triton_fp8 import native, widen
+from tilery.ops.quantize.triton_fp8 import native, widen
 
 
 class Lse(NamedTuple):

@@ -6,11 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from tilery.base.integers import ceil_div
 from tilery.base.launch import Launch
 from tilery.base.spec import Work
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
-from tilery.ops.attention.call import MlaCall, ceil_div
+from tilery.ops.attention.call import MlaCall
 from tilery.ops.attention.triton import tiles
 from tilery.ops.attention.triton.softmax import LOG2E, finish_softmax, key_range, online_softmax, visible
 from tilery.ops.attention.triton.tiles import CuSeqlens, Tiles, fill_rows, load_rows, packed_span, scheduled

@@ -11,12 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
+from tilery.base.integers import ceil_div
 from tilery.base.launch import Launch
 from tilery.base.spec import TensorSpec, Work
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
 from tilery.languages.triton_glue import pdl_launch_dependents, pdl_wait
-from tilery.ops.attention.call import MlaDecodeCall, ceil_div
+from tilery.ops.attention.call import MlaDecodeCall
 from tilery.ops.attention.triton import softmax
 from tilery.ops.attention.triton.softmax import (
     LOG2E,

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 
 import torch
 
+from tilery.base.integers import ceil_div, next_power_of_2
 from tilery.base.launch import Launch
 from tilery.base.spec import TensorSpec, Work
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
-from tilery.ops.attention.call import PagedCall, ceil_div, max_splits, next_power_of_2
+from tilery.ops.attention.call import PagedCall, max_splits
 from tilery.ops.attention.triton import softmax
 from tilery.ops.attention.triton.paged_kernel import Cache, Results, Scoring, Sequences, paged_attention
-from tilery.parts.triton_fp8 import native
+from tilery.ops.quantize.triton_fp8 import native
 
 _MIN_KEYS = 128
 _MAX_SEQUENCES = 65535  # along a grid's third axis

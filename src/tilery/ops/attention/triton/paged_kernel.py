@@ -24,7 +24,7 @@ from tilery.ops.attention.triton.softmax import (
     store_partial,
     visible,
 )
-from tilery.parts.triton_fp8 import widen
+from tilery.ops.quantize.triton_fp8 import widen
 
 
 class Cache(NamedTuple):

@@ -15,10 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
+from tilery.base.integers import ceil_div, next_power_of_2
 from tilery.base.launch import Launch
 from tilery.base.spec import TensorSpec
 from tilery.languages.triton_glue import pdl_launch_dependents, pdl_wait
-from tilery.ops.attention.call import FEW_SPLITS, PagedCall, ceil_div, next_power_of_2
+from tilery.ops.attention.call import FEW_SPLITS, PagedCall
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tilery.base.integers import next_power_of_2
 from tilery.base.launch import Argument
 from tilery.base.spec import TensorSpec
 from tilery.hardware.gpu import gpu
 from tilery.languages.triton_glue import Descriptor
-from tilery.ops.attention.call import AttentionCall, next_power_of_2
+from tilery.ops.attention.call import AttentionCall
 from tilery.ops.attention.triton.softmax import clamped_span
 
 _L2_BYTES = 2**25  # of keys and values that programs running together may share: about half of an H200's L2

@@ -20,10 +20,27 @@ from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
 from tilery.ops.losses.contract import LinearLossCall
 from tilery.ops.losses.triton.cross_entropy import gradient, log_sum, row_loss, scalars
+from tilery.ops.matmul.triton.tiles import Tiles, needs_int64, product, shared_memory_refusal
 from tilery.ops.rows.shape import rows
 from tilery.ops.softmax.triton_kernels import base
-from tilery.parts import triton_tiles
-from tilery.parts.triton_tiles import Tiles, product
+
+_SIZES = (  # block_m, block_n, block_k, warps
+    (64, 64, 16, 8), (64, 64, 32, 8), (64, 128, 64, 4), (128, 128, 64, 8), (128, 256, 64, 8), (256, 128, 64, 8),
+)  # fmt: skip
+_TILES = [Tiles(*size, stages) for size in _SIZES for stages in (2, 3, 4)]
+
+
+def _default_tiles(call: LinearLossCall) -> Tiles:
+    """fp32 has no tensor cores; rows off 16 bytes go through registers; few rows take narrow tiles."""
+    x, weight = call.x, call.weight
+    if x.dtype == torch.float32:
+        return Tiles(64, 64, 16, num_warps=8, num_stages=3)
+    if any(not t.aligned or t.stride(-2) * t.dtype.itemsize % 16 for t in (x, weight) if len(t.shape) > 1):
+        return Tiles(64, 64, 32, num_warps=4, num_stages=2)
+    if call.m <= 64:
+        return Tiles(64, 64, 128, num_warps=4, num_stages=3)
+    return Tiles(128, 128, 64, num_warps=8, num_stages=3)
+
 
 # Forward
 
@@ -33,7 +50,7 @@ _COMBINED = 32  # rows whose splits a program combines
 @triton.jit
 def _sum_splits(
     x_ptr, weight_ptr, targets_ptr, sums_ptr, m, n, k, x_stride, weight_stride, split_size,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, FAR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(m, BLOCK_M)  # neighbours take the same split, so that weight is read from L2
     split = tl.program_id(0) // tiles
@@ -50,7 +67,7 @@ def _sum_splits(
         col = start + tl.arange(0, BLOCK_N)
         logits = product(
             x_ptr, weight_ptr, first_row, start, m, last, k, x_stride, 1, 1, weight_stride,
-            BLOCK_M, BLOCK_N, BLOCK_K, FAR,
+            BLOCK_M, BLOCK_N, BLOCK_K, INT64,
         )  # fmt: skip
         logit_sum += tl.sum(logits, axis=1)  # past the edges they are 0
         target_logit += tl.sum(tl.where(col[None, :] == target[:, None], logits, 0.0), axis=1)
@@ -101,14 +118,14 @@ class FusedLinearCrossEntropy(Kernel):
     def refusal(self, call: LinearLossCall, config: SplitConfig | None = None) -> str | None:
         if config and (config.splits < 1 or config.splits & (config.splits - 1)):
             return f"splits must be a power of two, got {config.splits}"
-        return triton_tiles.refusal(call.x, config) if config else None
+        return shared_memory_refusal(call.x, config) if config else None
 
     def default(self, call: LinearLossCall) -> SplitConfig:
-        return self._split(call, triton_tiles.default(call.x, call.weight, call.m))
+        return self._split(call, _default_tiles(call))
 
     def configs(self, call: LinearLossCall) -> list[SplitConfig]:
-        found = [self._split(call, tiles) for tiles in triton_tiles.cuts(call.x)]
-        tiles = triton_tiles.default(call.x, call.weight, call.m)
+        found = [self._split(call, tiles) for tiles in _TILES]
+        tiles = _default_tiles(call)
         found += [SplitConfig(*astuple(tiles), splits) for splits in (1, 4, 16, 64)]
         return [c for c in dict.fromkeys(found) if self.refusal(call, c) is None]
 
@@ -128,7 +145,7 @@ class FusedLinearCrossEntropy(Kernel):
         split_size = triton.cdiv(triton.cdiv(n, config.splits), config.block_n) * config.block_n
         args = {"x_ptr": call.x, "weight_ptr": call.weight, "targets_ptr": call.targets, "sums_ptr": call.sums}
         args |= {"m": m, "n": n, "k": k, "x_stride": stride, "weight_stride": weight_stride, "split_size": split_size}
-        constants = config.constants() | {"SPLITS": config.splits, "FAR": triton_tiles.far(stride, weight_stride)}
+        constants = config.constants() | {"SPLITS": config.splits, "INT64": needs_int64(stride, weight_stride)}
         programs = triton.cdiv(m, config.block_m) * config.splits
         summed = Launch(_sum_splits, programs, args, constants, config.options())
         args = {"sums_ptr": call.sums, "targets_ptr": call.targets, "loss_ptr": call.loss, "lse_ptr": call.lse}
@@ -153,7 +170,7 @@ class ByRow(NamedTuple):
 def _chunk_gradients(
     x_ptr, weight_ptr, by_row, grad_ptr, first, width, m, n, k, x_stride, weight_stride, chunk,
     ignore_index: tl.int64, label_smoothing, z_loss,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FAR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the logits of `width` classes from `first` on, in rows of `chunk`; `by_row` is a `ByRow`."""
     tiles = tl.cdiv(m, BLOCK_M)  # neighbours take the same classes, so that weight is read from L2
@@ -161,7 +178,7 @@ def _chunk_gradients(
     first_col = tl.program_id(0) // tiles * BLOCK_N  # in the chunk
     logits = product(
         x_ptr, weight_ptr, first_row, first + first_col, m, first + width, k, x_stride, 1, 1, weight_stride,
-        BLOCK_M, BLOCK_N, BLOCK_K, FAR,
+        BLOCK_M, BLOCK_N, BLOCK_K, INT64,
     )  # fmt: skip
     row, col = first_row + tl.arange(0, BLOCK_M), first_col + tl.arange(0, BLOCK_N)
     target = tl.load(by_row.targets + row, mask=row < m, other=-1)[:, None]
@@ -178,12 +195,12 @@ def _chunk_gradients(
 def _multiply(
     a_ptr, b_ptr, sums_ptr, c_ptr, M, N, K, a_row, a_column, b_row,
     FIRST: tl.constexpr, LAST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FAR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
     """c = sums + a · b, or the sums alone until the last: b and c are row-major, sums is as c but fp32."""
     tiles = tl.cdiv(M, BLOCK_M)
     m0, n0 = tl.program_id(0) % tiles * BLOCK_M, tl.program_id(0) // tiles * BLOCK_N
-    acc = product(a_ptr, b_ptr, m0, n0, M, N, K, a_row, a_column, b_row, 1, BLOCK_M, BLOCK_N, BLOCK_K, FAR)
+    acc = product(a_ptr, b_ptr, m0, n0, M, N, K, a_row, a_column, b_row, 1, BLOCK_M, BLOCK_N, BLOCK_K, INT64)
     m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
     here = m[:, None].to(tl.int64) * N + n[None, :]
     mask = (m[:, None] < M) & (n[None, :] < N)
@@ -210,14 +227,14 @@ class FusedLinearCrossEntropyBackward(Kernel):
     def refusal(self, call: LinearLossCall, config: ChunkConfig | None = None) -> str | None:
         if config and (config.chunk < 1 or config.chunk % config.block_n):
             return f"chunk must be a multiple of block_n = {config.block_n}, got {config.chunk}"
-        return triton_tiles.refusal(call.x, config) if config else None
+        return shared_memory_refusal(call.x, config) if config else None
 
     def default(self, call: LinearLossCall) -> ChunkConfig:
-        return self._cut(call, triton_tiles.default(call.x, call.weight, call.m))
+        return self._cut(call, _default_tiles(call))
 
     def configs(self, call: LinearLossCall) -> list[ChunkConfig]:
-        found = [self._cut(call, tiles) for tiles in triton_tiles.cuts(call.x)]
-        tiles = triton_tiles.default(call.x, call.weight, call.m)
+        found = [self._cut(call, tiles) for tiles in _TILES]
+        tiles = _default_tiles(call)
         found.append(ChunkConfig(*astuple(tiles), tiles.block_n))
         return [c for c in dict.fromkeys(found) if self.refusal(call, c) is None]
 
@@ -254,8 +271,8 @@ class FusedLinearCrossEntropyBackward(Kernel):
         of_weight |= {"b_ptr": call.x, "b_row": x_stride, "c_ptr": dweight}
         of_x = grad | {"M": m, "K": width, "a_row": chunk, "a_column": 1}
         of_x |= {"b_ptr": weight, "b_row": weight_stride, "c_ptr": call.dx}
-        options, far = config.options(), triton_tiles.far(x_stride, weight_stride, chunk)
-        constants = config.constants() | {"FAR": far}
+        options, int64 = config.options(), needs_int64(x_stride, weight_stride, chunk)
+        constants = config.constants() | {"INT64": int64}
         whole, part = {"FIRST": True, "LAST": True}, {"FIRST": first == 0, "LAST": first + width == n}
         return [
             Launch(_chunk_gradients, _programs(config, m, width), args, constants, options),

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from tilery.base.integers import ceil_div
 from tilery.base.launch import Persistent
 from tilery.hardware.gpu import Gpu, gpu
 from tilery.languages import tensor_maps
-from tilery.parts.fp8 import ceil_div
 
 TMA_STORE_ROWS = 64  # of a tile of c, by each consumer warpgroup
 SPLIT_K = (1, 2, 4, 8)  # a cluster of more than 8 is not promised

@@ -30,16 +30,16 @@ from tilery.languages.numba_elements import (
     store,
 )  # fmt: skip
 from tilery.languages.numba_glue import jit, kernel
+from tilery.ops.gated import numba_activations
+from tilery.ops.gated.numba_activations import factor
 from tilery.ops.matmul.call import MatmulCall
 from tilery.ops.matmul.contract import ACTIVATIONS
 from tilery.ops.matmul.numba.tiles import pack
-from tilery.parts import numba_gated
-from tilery.parts.numba_gated import share
 
 _BLOCK_M = 96  # rows of a packed at a time, and the most that dot products take
 _NONE, _RELU, _GELU, _GELU_TANH, _SILU = range(5)
 _ACTS = dict(zip(ACTIVATIONS, (_NONE, _RELU, _GELU, _GELU_TANH, _SILU), strict=True))
-_SILU_SHARE, _TANH_SHARE, _GELU_SHARE = (numba_gated.ACTS[act] for act in ("silu", "tanh", "none"))
+_SILU_SHARE, _TANH_SHARE, _GELU_SHARE = (numba_activations.ACTS[act] for act in ("silu", "tanh", "none"))
 
 
 # Epilogues
@@ -54,15 +54,15 @@ def _activate(row, width, act):
     elif act == _GELU:
         for j in range(width):
             y = load(row, j, FP32)
-            store(row, j, y * share(y, _GELU_SHARE), FP32)
+            store(row, j, y * factor(y, _GELU_SHARE), FP32)
     elif act == _GELU_TANH:
         for j in range(width):
             y = load(row, j, FP32)
-            store(row, j, y * share(y, _TANH_SHARE), FP32)
+            store(row, j, y * factor(y, _TANH_SHARE), FP32)
     elif act == _SILU:
         for j in range(width):
             y = load(row, j, FP32)
-            store(row, j, y * share(y, _SILU_SHARE), FP32)
+            store(row, j, y * factor(y, _SILU_SHARE), FP32)
 
 
 @jit

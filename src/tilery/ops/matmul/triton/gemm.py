@@ -14,10 +14,10 @@ from tilery.base.launch import Launch
 from tilery.base.spec import Work
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
+from tilery.ops.gated.triton_activations import factor
 from tilery.ops.matmul.call import MatmulCall
 from tilery.ops.matmul.triton.tiles import Matrix, grouped_tile
 from tilery.ops.matmul.work import gemm_work
-from tilery.parts.triton_gated import share
 
 
 @triton.jit
@@ -25,11 +25,11 @@ def _activated(y, ACT: tl.constexpr):
     if ACT == "relu":
         return tl.where(y < 0, 0.0, y)  # written so that NaN stays
     if ACT == "silu":
-        return y * share(y, "silu")
+        return y * factor(y, "silu")
     if ACT == "gelu":
-        return y * share(y, "none")
+        return y * factor(y, "none")
     if ACT == "gelu_tanh":
-        return y * share(y, "tanh")
+        return y * factor(y, "tanh")
     return y
 
 

@@ -5,11 +5,10 @@ import triton.language as tl
 
 from tilery.base.launch import Launch
 from tilery.core.call import Call
-from tilery.core.kernel import Kernel
 from tilery.languages.triton_glue import pdl_wait
 from tilery.ops.matmul.splitk_reduce import part_rows
-from tilery.parts import triton_pieces
-from tilery.parts.triton_pieces import Config, piece
+from tilery.ops.rows import triton_rows
+from tilery.ops.rows.triton_rows import Config, TritonRows, own_columns
 
 _IN_FLIGHT = 8
 
@@ -17,10 +16,10 @@ _IN_FLIGHT = 8
 @triton.jit
 def _reduce(
     part_ptr, c_ptr, parts, part_stride, row_stride, n,
-    IN_FLIGHT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, PLACE: tl.constexpr,
+    IN_FLIGHT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     pdl_wait()
-    row, start, cols, mask = piece(n, BLOCK, PLACE)
+    row, start, cols, mask = own_columns(n, BLOCK, GRID)
     part_ptr += row * row_stride + start
     step = tl.cast(part_stride, tl.int64)  # part * stride overflows int32 past 2**31 elements
     total = tl.zeros([BLOCK], tl.float32)
@@ -31,19 +30,13 @@ def _reduce(
     tl.store(c_ptr + row * n + start + cols, total, mask=mask)
 
 
-class SplitkReduce(Kernel):
-    archs = triton_pieces.archs
-    Config = Config
-
+class SplitkReduce(TritonRows):
     def default(self, call: Call) -> Config:
-        return triton_pieces.default(max(part_rows(call.parts).n, 1), block=512)
-
-    def configs(self, call: Call) -> list[Config]:
-        return triton_pieces.configs()
+        return triton_rows.default(max(part_rows(call.parts).n, 1), block=512)
 
     def launches(self, call: Call, config: Config) -> list[Launch]:
         (m, n, stride), count = part_rows(call.parts), call.parts.shape[0]
-        grid, constants = triton_pieces.cut(m, n, config)
+        grid, constants = triton_rows.grid_of(m, n, config)
         in_flight = min(triton.next_power_of_2(count), _IN_FLIGHT) if count else 1
         constants |= {"IN_FLIGHT": in_flight, "EVEN": count % in_flight == 0}
         args = {

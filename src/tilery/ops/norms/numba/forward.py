@@ -13,10 +13,10 @@ from tilery.base.spec import TensorSpec
 from tilery.core.call import Call
 from tilery.languages.numba_elements import FP32, STORAGE, ZERO, at, f32, load, store
 from tilery.languages.numba_glue import jit, kernel
+from tilery.ops.quantize import formats
+from tilery.ops.quantize.numba_fp8 import magnitude, scale
 from tilery.ops.rows.numba_rows import Config, NumbaRows
 from tilery.ops.rows.shape import rows, two_level_rows
-from tilery.parts import fp8
-from tilery.parts.numba_fp8 import magnitude, scale
 
 
 @jit
@@ -225,10 +225,10 @@ def _add_rms_norm_fp8(
 
 def _fp8_args(call: Call) -> dict[str, Any]:
     """What both kernels take, but for what a residual adds."""
-    group = fp8.GROUP if call.per == "group" else max(call.x.shape[-1], 1)  # a row of nothing has a scale too
+    group = formats.GROUP if call.per == "group" else max(call.x.shape[-1], 1)  # a row of nothing has a scale too
     args = {"x": call.x, "weight": call.weight, "values": call.values, "scales": call.scales, "offset": call.offset}
     return args | {
-        "group": group, "largest": fp8.LARGEST[call.format], "pow2": call.pow2, "format": STORAGE[call.values.dtype]
+        "group": group, "largest": formats.LARGEST[call.format], "pow2": call.pow2, "format": STORAGE[call.values.dtype]
     }  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from tilery.languages.triton_glue import pdl_wait
 from tilery.ops.norms.triton import tiles
 from tilery.ops.norms.triton.normalise import Fp8, normalise, own_rows
 from tilery.ops.norms.triton.tiles import LONG_ROW, LONG_SUM, Config, Tiling
+from tilery.ops.quantize import formats, triton_fp8
 from tilery.ops.rows.shape import rows, two_level_rows
-from tilery.parts import fp8, triton_fp8
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -158,7 +158,7 @@ class RmsNormFp8(Norm):
     inputs = 1
 
     def tiling(self, call: Call) -> Tiling:
-        least_block = fp8.GROUP if call.per == "group" else 1  # whole groups
+        least_block = formats.GROUP if call.per == "group" else 1  # whole groups
         return Tiling(self.inputs, least_block=least_block, long=LONG_ROW if call.per == "token" else LONG_SUM)
 
     def args(self, call: Call) -> dict[str, Any]:

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from tilery.languages.triton_glue import pdl_launch_dependents
-from tilery.parts import fp8, triton_fp8
-from tilery.parts.triton_fp8 import magnitude
+from tilery.ops.quantize import formats, triton_fp8
+from tilery.ops.quantize.triton_fp8 import magnitude
 
-_GROUP = tl.constexpr(fp8.GROUP)
+_GROUP = tl.constexpr(formats.GROUP)
 
 
 class Fp8(NamedTuple):
@@ -70,10 +70,10 @@ def _scale(top, FP8: tl.constexpr):
 
 
 @triton.jit
-def _quantise(y, FP8: tl.constexpr):
+def _quantize(y, FP8: tl.constexpr):
     FORMAT: tl.constexpr = FP8.format
     NATIVE: tl.constexpr = FP8.native
-    return triton_fp8.quantise(y, FORMAT, NATIVE)
+    return triton_fp8.quantize(y, FORMAT, NATIVE)
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _write_groups(y, y_ptr, s_ptr, s_step, first, n, inside, mask, FP8: tl.const
     group = first // _GROUP + tl.arange(0, GROUPS)[None, :]
     tl.store(s_ptr + group * s_step, made, mask=inside & (group * _GROUP < n))
     y = tl.reshape(y * (1.0 / made)[:, :, None], (ROWS, GROUPS * _GROUP))
-    tl.store(y_ptr, _quantise(y, FP8), mask=mask)
+    tl.store(y_ptr, _quantize(y, FP8), mask=mask)
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def _normalise_kept(
     elif FP8.per == "token":
         made = _scale(_greatest(y, mask), FP8)
         tl.store(s_ptr, made, mask=inside)
-        tl.store(y_ptr + cols, _quantise(y * (1.0 / made), FP8), mask=mask)
+        tl.store(y_ptr + cols, _quantize(y * (1.0 / made), FP8), mask=mask)
     else:
         _write_groups(y, y_ptr + cols, s_ptr, s_step, 0, n, inside, mask, FP8)
 
@@ -195,7 +195,7 @@ def _normalise_reread(
         w, b = _columns(w_ptr, b_ptr, first + cols, n)
         y = _weighted(x * rstd, w, b, b_ptr, offset)
         if PER == "token":
-            y = _quantise(y * (1.0 / made), FP8)
+            y = _quantize(y * (1.0 / made), FP8)
             tl.store(y_ptr + first + cols, y, mask=mask, eviction_policy=WRITE)
         elif PER == "group":
             _write_groups(y, y_ptr + first + cols, s_ptr, s_step, first, n, inside, mask, FP8)
