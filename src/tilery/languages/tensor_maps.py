@@ -97,8 +97,10 @@ def heads_at(
     address: int, itemsize: int, sizes: tuple[int, ...], strides: tuple[int, ...], *box: int,
     nan: torch.dtype | None = None,
 ) -> TensorMap:  # fmt: skip
-    """A map of values of `itemsize` bytes from `address` on. `box`: how much of each dimension but the columns, 1 of those
-    that are not given. What is outside reads as zeros, or as NaN of the dtype `nan`."""
+    """A map of values of `itemsize` bytes from `address` on. What is outside reads as zeros, or as NaN of dtype `nan`.
+
+    `box`: how much of each dimension but the columns, 1 of those that are not given.
+    """
     one = -(-sizes[0] * itemsize // 16) * 16 // itemsize  # along a single one any step of 16 bytes will do
     steps = tuple(stride if size > 1 else one for size, stride in zip(sizes[1:], strides))
     return _made(address, sizes, steps, box, itemsize, *(() if nan is None else (nan,)))
