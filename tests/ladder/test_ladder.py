@@ -22,9 +22,10 @@ from tilery.measure.timing import Depth
 if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
+from tilery.hardware import toolkit
 from tilery.ladder import measure, plot, rungs
 from tilery.ladder.rungs import RUNGS, Rung, product
-from tilery.languages import cuda_glue, tensor_maps, toolkit
+from tilery.languages import cuda_glue, tensor_maps
 
 FILES = [rung for rung in RUNGS.values() if isinstance(rung, Rung)]
 # What the idea of a rung looks like in SASS; with "!" what it is rid of.

@@ -13,7 +13,8 @@ from tilery.base.errors import CompileFailed
 
 pytest.importorskip("cuda.bindings", reason="CUDA C++ is not installed: pip install 'tilery[cuda]'")
 
-from tilery.languages import cuda_compiler, toolkit
+from tilery.hardware import toolkit
+from tilery.languages import cuda_compiler
 
 SOURCE = """#include <cuda_fp16.h>
 template <typename T, int N>

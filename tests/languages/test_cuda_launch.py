@@ -15,7 +15,8 @@ if why := languages.missing("cuda"):
 
 from tilery.base.errors import CompileFailed
 from tilery.base.launch import Launch, Persistent
-from tilery.languages import cuda_glue, tensor_maps, toolkit
+from tilery.hardware import toolkit
+from tilery.languages import cuda_glue, tensor_maps
 from tilery.languages.cuda_glue import Kernel, Source
 
 _IDS = cuda_glue.driver.CUlaunchAttributeID

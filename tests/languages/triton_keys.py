@@ -19,8 +19,8 @@ from tilery.base.errors import CompileFailed
 from tilery.core import policy
 from tilery.core.cases import call_for
 from tilery.core.op import REGISTRY
-from tilery.hardware import device
-from tilery.languages import toolkit, triton_glue
+from tilery.hardware import device, toolkit
+from tilery.languages import triton_glue
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 compiled, launched = set(), set()

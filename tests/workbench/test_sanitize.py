@@ -14,7 +14,7 @@ from tilery.base.errors import ToolMissing
 from tilery.base.spec import case
 from tilery.cli import app, main
 from tilery.core.op import REGISTRY
-from tilery.languages import toolkit
+from tilery.hardware import toolkit
 from tilery.measure.place import Place
 from tilery.workbench import sanitize
 from tilery.workbench.sanitize import child as sanitize_child

@@ -57,7 +57,7 @@ RACES = (
     KERNEL
     + """
 from pathlib import Path
-from tilery.languages.cuda_glue import Source
+from tilery.languages.cuda_source import Source
 class Races(Planted):
     def launches(self, call, config):
         args = {"x": call.x, "y": call.y, "n": call.x.shape[0]}

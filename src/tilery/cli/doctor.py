@@ -65,7 +65,7 @@ def _peers() -> list[dict[str, str]]:
 
 def _tools() -> list[dict[str, str]]:
     from tilery.base.errors import ToolMissing
-    from tilery.languages import toolkit
+    from tilery.hardware import toolkit
 
     def found(tool: str) -> str:
         try:

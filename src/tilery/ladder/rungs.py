@@ -94,7 +94,7 @@ class Rung:
 
     def launch(self, call: Any) -> Launch:
         """What runs it for a call of matmul."""
-        from tilery.languages.cuda_glue import Source
+        from tilery.languages.cuda_source import Source
 
         operands: dict[str, Any] = {"a": call.a, "b": call.b}
         if self.boxes is not None:

@@ -14,8 +14,7 @@ from cuda.bindings import nvrtc
 
 from tilery.base import settings
 from tilery.base.errors import CompileFailed, ToolMissing
-from tilery.hardware import device
-from tilery.languages import toolkit
+from tilery.hardware import device, toolkit
 
 HEADERS = {path.name: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("include/*.cuh"))}
 # Line info is for profilers and sanitizers; the code is the same. CUDA 13.0 takes a lambda with `auto` parameters for

@@ -10,18 +10,19 @@ import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from cuda.bindings import driver
 
 from tilery.base.errors import CompileFailed
 from tilery.base.launch import Argument, Launch, Persistent, Values, resolver
-from tilery.base.spec import Artifact, TensorSpec
-from tilery.hardware import device
-from tilery.languages import cuda_signature, toolkit
+from tilery.base.spec import Artifact
+from tilery.hardware import device, toolkit
+from tilery.languages import cuda_signature
 from tilery.languages.cuda_compiler import Built, compile_source, headers
 from tilery.languages.cuda_signature import TENSOR_MAP, Signature, Struct
+from tilery.languages.cuda_source import Source
 
 TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
@@ -29,29 +30,14 @@ _PDL = 90  # the first architecture whose kernels may start while the one before
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 
 
-class Source(NamedTuple):
-    """A kernel in a .cu file."""
-
-    path: Path
-    name: str
-
-    @property
-    def text(self) -> str:
-        return _text_of(self.path)
-
-    @property
-    def signature(self) -> Signature:
-        return cuda_signature.find(self.text, self.name, "".join(headers(self.path.parent).values()))
-
-
-@functools.cache
-def _text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+def signature_of(source: Source) -> Signature:
+    """Which constants and arguments the kernel takes, read from its text."""
+    return cuda_signature.find(source.text, source.name, "".join(headers(source.path.parent).values()))
 
 
 def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
     """What runs the launch for a call's values, on the current device and torch's current stream."""
-    kernel, signature = _kernel_of(launch), launch.kernel.signature
+    kernel, signature = _kernel_of(launch), signature_of(launch.kernel)
     arguments = [
         _Packed(p.type.layout, value) if isinstance(p.type, Struct) else value
         for p, value in zip(signature.parameters, signature.ordered(launch.args))
@@ -69,7 +55,7 @@ def compile(launch: Launch, arch: str) -> Artifact:
 
 
 def _kernel_of(launch: Launch) -> "Kernel":
-    source, signature = launch.kernel, launch.kernel.signature
+    source, signature = launch.kernel, signature_of(launch.kernel)
     instance = signature.instance({name: TYPES.get(value, value) for name, value in launch.constants.items()})
     types = tuple(None if isinstance(p.type, Struct) or p.type == TENSOR_MAP else p.type for p in signature.parameters)
     options = launch.options["threads"], launch.options.get("shared", 0), launch.cluster, launch.pdl
@@ -217,13 +203,6 @@ def _pdl_attribute() -> Any:
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
     return attribute
-
-
-def vector_width(tensors: tuple[TensorSpec, ...], *steps: int) -> int:
-    """Values per access: 16 bytes of them where all tensors and steps, in values, keep to 16 bytes, else 1."""
-    values = 16 // tensors[0].dtype.itemsize
-    vectors = all(t.aligned for t in tensors) and all(step % values == 0 for step in steps)
-    return values if vectors else 1
 
 
 # The driver

@@ -16,8 +16,8 @@ from cupy.cuda import nvrtc
 from tilery.base.errors import CompileFailed
 from tilery.base.launch import Argument, Launch, Values, resolver
 from tilery.base.spec import Artifact
-from tilery.hardware import device
-from tilery.languages import cuda_signature, toolkit
+from tilery.hardware import device, toolkit
+from tilery.languages import cuda_signature
 
 TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 

@@ -21,7 +21,7 @@ from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSign
 from tilery.base.errors import CompileFailed, ToolMissing
 from tilery.base.launch import Argument, Launch, Scalar, Values, resolver
 from tilery.base.spec import Artifact, TensorSpec
-from tilery.languages import toolkit
+from tilery.hardware import toolkit
 
 _DTYPE = {
     torch.float32: ct.float32, torch.bfloat16: ct.bfloat16, torch.float16: ct.float16,

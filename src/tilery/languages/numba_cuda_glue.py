@@ -25,8 +25,7 @@ from numba.cuda.types import CPointer, float16, float32, int32, uint16, uint32
 from tilery.base.errors import CompileFailed
 from tilery.base.launch import Argument, Launch, Values, resolver
 from tilery.base.spec import Artifact
-from tilery.hardware import device
-from tilery.languages import toolkit
+from tilery.hardware import device, toolkit
 
 # NumPy 2.5 dropped row_stack, an old name of vstack that numba-cuda 0.30 asks for when it first compiles.
 if not hasattr(np, "row_stack"):

@@ -18,8 +18,7 @@ from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 from tilery import languages
 from tilery.base.launch import Argument, Launch, Values, resolver
 from tilery.base.spec import Artifact
-from tilery.hardware import device
-from tilery.languages import toolkit
+from tilery.hardware import device, toolkit
 
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 

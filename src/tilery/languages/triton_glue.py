@@ -26,8 +26,7 @@ from triton.tools import tensor_descriptor
 from tilery.base.errors import CompileFailed
 from tilery.base.launch import Argument, Launch, Scalar, Values, resolver
 from tilery.base.spec import Artifact, TensorSpec
-from tilery.hardware import device
-from tilery.languages import toolkit
+from tilery.hardware import device, toolkit
 
 _PDL = 90  # the first architecture with programmatic dependent launch
 _FEW = 264  # programs: two for each SM of an H200

@@ -7,7 +7,7 @@ from types import ModuleType
 from tilery.base.errors import BadInput
 from tilery.base.spec import Artifact
 from tilery.core.op import Op
-from tilery.languages import toolkit
+from tilery.hardware import toolkit
 
 STAGES = ("source", "ir", "cuda", "ptx", "sass", "asm")
 

@@ -20,7 +20,8 @@ if why := languages.missing("cuda"):
 
 from cuda.bindings import driver
 
-from tilery.languages import cuda_glue, tensor_maps, toolkit
+from tilery.hardware import toolkit
+from tilery.languages import cuda_glue, tensor_maps
 from tilery.ops.attention.cuda.forward import shared_bytes
 from tilery.ops.attention.cuda.paged import Config
 

@@ -19,7 +19,7 @@ from tilery.ops.attention.paged_cases import decode_inputs as inputs
 if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.languages import toolkit
+from tilery.hardware import toolkit
 from tilery.ops.attention.cuda.paged import Config
 
 kernel = attention_decode.kernel("cuda.hopper")

@@ -11,8 +11,7 @@ from tilery import languages
 from tilery.base.spec import case
 from tilery.core.cases import call_for, specs_for
 from tilery.core.op import REGISTRY
-from tilery.hardware import device
-from tilery.languages import toolkit
+from tilery.hardware import device, toolkit
 from tilery.measure.check import check
 from tilery.measure.place import place
 

@@ -20,7 +20,7 @@ from tilery.ops.attention.cases import inputs
 if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.languages import toolkit
+from tilery.hardware import toolkit
 from tilery.ops.attention.cuda import forward
 from tilery.ops.attention.cuda.forward import Config
 

@@ -15,7 +15,8 @@ from tilery.ops import fp8_matmul
 if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.languages import cuda_glue, tensor_maps, toolkit
+from tilery.hardware import toolkit
+from tilery.languages import cuda_glue, tensor_maps
 from tilery.ops.fp8_matmul.cuda_kernels import Config
 from tilery.ops.fp8_matmul.cuda_kernels import fp8_matmul as kernel
 

@@ -15,7 +15,7 @@ from tilery.core.op import REGISTRY
 from tilery.hardware import gpu
 from tilery.measure.check import check
 from tilery.measure.place import place
-from tilery.ops.losses.contract import READ_IGNORED_UP_TO
+from tilery.ops.losses.call import READ_IGNORED_UP_TO
 
 KERNELS = pytest.mark.parametrize("kernel", ["numba", "triton"])
 

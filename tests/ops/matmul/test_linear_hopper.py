@@ -13,7 +13,8 @@ from tilery.hardware import device
 if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.languages import cuda_glue, toolkit
+from tilery.hardware import toolkit
+from tilery.languages import cuda_glue
 from tilery.ops import linear, linear_silu_mul, matmul_add
 from tilery.ops.matmul.cuda.hopper import Config, GatedConfig
 

@@ -14,7 +14,8 @@ from tilery.ops import matmul
 if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
-from tilery.languages import cuda_glue, tensor_maps, toolkit
+from tilery.hardware import toolkit
+from tilery.languages import cuda_glue, tensor_maps
 from tilery.ops.matmul.cuda.hopper import Config
 from tilery.ops.matmul.cuda.hopper import gemm as kernel
 from tilery.ops.matmul.cuda.hopper_tiles import blocks_at_once

@@ -1,7 +1,5 @@
 """Contracts of fp8_matmul and fp8_matmul_rowwise: c [M, N] = (a · a_scale) (b · b_scale)ᵀ; a [M, K], b [N, K]."""
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,55 +7,14 @@ from torch import Tensor
 from tilery.base.errors import require
 from tilery.base.spec import DTYPES, Cost, TensorSpec, dtype_name
 from tilery.core import inputs as draw
-from tilery.core.call import Call
-from tilery.ops.quantize.formats import GROUP, LARGEST
+from tilery.ops.fp8_matmul.call import Fp8MatmulCall
+from tilery.ops.quantize.formats import LARGEST
 
 # Hopper's fp8 tensor cores drop what is 2**13 times smaller than the largest product they add, so that even sums that
 # are promoted every 128 products may be off by some 3e-4. An fp32 output says how the sum is given, not how good it is.
 ALLOWED = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 FORMATS = tuple(LARGEST)
 TO = tuple(map(dtype_name, ALLOWED))
-
-
-class ScaleStrides(NamedTuple):
-    """Where the scale of a row and a group of K lies: at row // rows_per_scale · row + group · column."""
-
-    rows_per_scale: int
-    row: int
-    column: int
-
-
-class Fp8MatmulCall(Call):
-    """A call of either op: sizes, and where scales lie."""
-
-    @property
-    def m(self) -> int:
-        return self.a.shape[0]
-
-    @property
-    def n(self) -> int:
-        return self.b.shape[0]
-
-    @property
-    def k(self) -> int:
-        return self.a.shape[1]
-
-    @property
-    def a_scale_strides(self) -> ScaleStrides:
-        return _scale_strides(self.a_scale, self.m)
-
-    @property
-    def b_scale_strides(self) -> ScaleStrides:
-        return _scale_strides(self.b_scale, self.n)
-
-
-def _scale_strides(scale: TensorSpec, rows: int) -> ScaleStrides:
-    """Strides of the scales of a matrix of so many rows; 0 where one scale is for all."""
-    if len(scale.shape) == 1:
-        return ScaleStrides(1, 0, 0)
-    return ScaleStrides(
-        1 if scale.shape[0] == rows else GROUP, scale.stride(0), scale.stride(1) if scale.shape[1] > 1 else 0
-    )
 
 
 def check_operands(call: Fp8MatmulCall, multiple: int) -> None:

@@ -15,11 +15,11 @@ from tilery.base.spec import Work, dtype_name
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import gpu
 from tilery.languages import tensor_maps
-from tilery.languages.cuda_glue import Source
-from tilery.ops.fp8_matmul.contract import Fp8MatmulCall
+from tilery.languages.cuda_source import Source
+from tilery.ops.fp8_matmul.call import Fp8MatmulCall
+from tilery.ops.matmul.call import gemm_work
 from tilery.ops.matmul.cuda import hopper_tiles
 from tilery.ops.matmul.cuda.hopper_tiles import ConfigSpace
-from tilery.ops.matmul.work import gemm_work
 from tilery.ops.quantize.formats import GROUP
 
 _SOURCE = Path(__file__).with_name("fp8_matmul.cu")

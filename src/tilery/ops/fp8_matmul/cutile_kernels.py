@@ -9,9 +9,9 @@ from tilery.base.launch import Host, Launch
 from tilery.base.spec import Work, dtype_name
 from tilery.core.kernel import Kernel
 from tilery.languages import cutile_glue
-from tilery.ops.fp8_matmul.contract import Fp8MatmulCall
+from tilery.ops.fp8_matmul.call import Fp8MatmulCall
+from tilery.ops.matmul.call import gemm_work
 from tilery.ops.matmul.cutile.tiles import enough_tiles, grouped_tile
-from tilery.ops.matmul.work import gemm_work
 from tilery.ops.quantize.formats import GROUP
 
 _ZERO = ct.PaddingMode.ZERO

@@ -11,7 +11,7 @@ from tilery.core import inputs as draw
 from tilery.core.op import op
 from tilery.core.peers import baselines, load
 from tilery.ops.fp8_matmul import contract
-from tilery.ops.fp8_matmul.contract import Fp8MatmulCall
+from tilery.ops.fp8_matmul.call import Fp8MatmulCall
 from tilery.ops.quantize import formats
 from tilery.ops.quantize.formats import GROUP, scale_of_each
 

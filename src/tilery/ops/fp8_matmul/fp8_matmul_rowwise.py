@@ -9,7 +9,7 @@ from tilery.core import inputs as draw
 from tilery.core.op import op
 from tilery.core.peers import baselines
 from tilery.ops.fp8_matmul import contract
-from tilery.ops.fp8_matmul.contract import Fp8MatmulCall
+from tilery.ops.fp8_matmul.call import Fp8MatmulCall
 from tilery.ops.quantize import formats
 
 MULTIPLE = 16  # of K

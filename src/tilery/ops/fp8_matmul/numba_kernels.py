@@ -29,7 +29,7 @@ from tilery.languages.numba_elements import (
     store,
 )  # fmt: skip
 from tilery.languages.numba_glue import jit, kernel
-from tilery.ops.fp8_matmul.contract import Fp8MatmulCall, ScaleStrides
+from tilery.ops.fp8_matmul.call import Fp8MatmulCall, ScaleStrides
 from tilery.ops.quantize.formats import GROUP
 
 _BLOCK_M = 96  # rows of a packed at a time

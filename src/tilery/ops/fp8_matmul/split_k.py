@@ -3,8 +3,8 @@
 import torch
 
 from tilery.base.spec import TensorSpec, Work
-from tilery.ops.fp8_matmul.contract import Fp8MatmulCall
-from tilery.ops.matmul.work import gemm_work
+from tilery.ops.fp8_matmul.call import Fp8MatmulCall
+from tilery.ops.matmul.call import gemm_work
 
 
 def split_k_work(call: Fp8MatmulCall, rows: int, columns: int, parts: int) -> Work:

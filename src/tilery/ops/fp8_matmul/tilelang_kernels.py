@@ -14,7 +14,7 @@ from tilery.base.spec import DTYPES, TensorSpec, Work, dtype_name
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import gpu
 from tilery.languages import tilelang_glue
-from tilery.ops.fp8_matmul.contract import Fp8MatmulCall
+from tilery.ops.fp8_matmul.call import Fp8MatmulCall
 from tilery.ops.fp8_matmul.split_k import split_k_work, split_k_workspace
 from tilery.ops.fp8_matmul.tilelang_product import Specialization, product
 from tilery.ops.quantize.formats import GROUP

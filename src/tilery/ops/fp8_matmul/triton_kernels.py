@@ -17,7 +17,7 @@ from tilery.base.launch import Host, Launch
 from tilery.base.spec import DTYPES, TensorSpec, Work
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
-from tilery.ops.fp8_matmul.contract import Fp8MatmulCall
+from tilery.ops.fp8_matmul.call import Fp8MatmulCall
 from tilery.ops.fp8_matmul.split_k import split_k_work, split_k_workspace
 from tilery.ops.matmul.triton.tiles import grouped_tile
 from tilery.ops.quantize import triton_fp8

@@ -7,8 +7,8 @@ from typing import ClassVar
 from tilery.base.launch import Launch
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
-from tilery.languages.cuda_glue import Source, vector_width
-from tilery.ops.gated.contract import GatedCall
+from tilery.languages.cuda_source import Source, vector_width
+from tilery.ops.gated.call import GatedCall
 
 _SOURCE = Path(__file__).with_name("silu_mul.cu")
 

@@ -12,7 +12,7 @@ from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines, load
 from tilery.ops.gated import contract
 from tilery.ops.gated.activations import GELU
-from tilery.ops.gated.contract import GatedCall
+from tilery.ops.gated.call import GatedCall
 from tilery.ops.rows import contract as rows
 
 

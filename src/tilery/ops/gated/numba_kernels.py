@@ -1,19 +1,16 @@
 """Gated activations, relu_squared and their backwards in Numba: rows in parallel over the cores, each in one pass."""
 
-from typing import Any
-
 import numpy as np
 from numba import prange
 
 from tilery.base.launch import Launch
+from tilery.base.rows import rows
 from tilery.core.call import Call
 from tilery.languages.numba_elements import STORAGE, at, f32, load, store
 from tilery.languages.numba_glue import jit, kernel
-from tilery.ops.gated.contract import GatedCall
+from tilery.ops.gated.call import GatedCall
 from tilery.ops.gated.numba_activations import ACTS, activated, factor_and_slope
-from tilery.ops.quantize.numba_kernels import RowsToFp8
 from tilery.ops.rows.numba_rows import Config, NumbaRows
-from tilery.ops.rows.shape import rows
 
 # silu_mul, gelu_mul
 
@@ -95,18 +92,6 @@ gated, gated_backward = Gated(), GatedBackward()
 
 # silu_mul_fp8
 
-
-class SiluMulFp8(RowsToFp8):
-    """A row of the product waits in fp32 for its scales."""
-
-    gated = True
-
-    def sources(self, call: GatedCall) -> tuple[Any, Any, tuple[int, int], int]:
-        gate, up = call.sources
-        return gate, up, (rows(gate).stride, rows(up).stride), call.up_start
-
-
-silu_mul_fp8 = SiluMulFp8()
 
 # relu_squared
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines, load
 from tilery.ops.gated import contract
-from tilery.ops.gated.contract import GatedCall
+from tilery.ops.gated.call import GatedCall
 from tilery.ops.rows import contract as rows
 
 

@@ -9,7 +9,7 @@ from tilery.base.spec import Bucket, Cost, TensorSpec, case
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
 from tilery.ops.gated import contract
-from tilery.ops.gated.contract import GatedCall
+from tilery.ops.gated.call import GatedCall
 from tilery.ops.quantize import formats
 
 _PER = ("token", "group")
@@ -51,7 +51,10 @@ def _torch(gate: Tensor, up: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
 @op(
     check=_check, outputs=_outputs, cost=_cost, bucket=_bucket, inputs=_inputs, allowed=formats.ALLOWED,
     call_type=GatedCall,
-    kernels={"numba": "numba_kernels:silu_mul_fp8", "triton": "triton_kernels:silu_mul_fp8"},
+    kernels={
+        "numba": "tilery.ops.quantize.numba_kernels:silu_mul_fp8",
+        "triton": "tilery.ops.quantize.triton_kernels:silu_mul_fp8",
+    },
     baselines=baselines(torch=_torch, compile=Compiled(_torch)),
     model_sizes=lambda model: [{"n": model.mlp_size}],
     cases={

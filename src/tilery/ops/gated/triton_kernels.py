@@ -1,18 +1,15 @@
 """Gated activations, relu_squared and their backwards in Triton: a program takes a block of one row."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 from tilery.base.launch import Launch
+from tilery.base.rows import flat_rows, rows
 from tilery.core.call import Call
 from tilery.languages.triton_glue import pdl_launch_dependents, pdl_wait
-from tilery.ops.gated.contract import GatedCall
+from tilery.ops.gated.call import GatedCall
 from tilery.ops.gated.triton_activations import activated, factor_and_slope
-from tilery.ops.quantize.triton_kernels import RowsToFp8
 from tilery.ops.rows import triton_rows
-from tilery.ops.rows.shape import flat_rows, rows
 from tilery.ops.rows.triton_rows import Config, TritonRows, grid_of, own_columns
 
 # silu_mul, gelu_mul
@@ -87,19 +84,6 @@ gated, gated_backward = Gated(), GatedBackward()
 
 # silu_mul_fp8
 
-
-class SiluMulFp8(RowsToFp8):
-    """The product is quantized before it leaves registers."""
-
-    gated = True
-
-    def sources(self, call: GatedCall) -> dict[str, Any]:
-        gate, up = call.sources
-        strides = {"x_stride": rows(gate).stride, "u_stride": rows(up).stride, "u_start": call.up_start}
-        return {"x_ptr": gate, "u_ptr": up, **strides}
-
-
-silu_mul_fp8 = SiluMulFp8()
 
 # relu_squared
 

@@ -11,44 +11,15 @@ from tilery.base.spec import Bucket, Case, TensorSpec, case, dtype_name
 from tilery.core import inputs
 from tilery.core.call import Call
 from tilery.core.indices import require_between
+from tilery.ops.losses.call import LinearLossCall, LossCall
 from tilery.ops.rows import contract as rows
-from tilery.ops.rows.shape import rows as rows_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 IGNORED = -100
-READ_IGNORED_UP_TO = 1024  # rows: so few are all read at once, ignored or not, so that none waits for its target
 # For cases that test every term of the loss.
 TERMS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "ignored": True}
 # Targets that are no class, whatever their low 32 bits are.
 OUTSIDE = (-1, 2**32, 2**62, -(2**63), 2**31 - 1)
-
-
-class LossCall(Call):
-    """A call with logits [..., N] and a target for each row."""
-
-    @property
-    def n(self) -> int:
-        """Number of classes."""
-        found: int = self.logits.shape[-1]
-        return found
-
-
-class LinearLossCall(LossCall):
-    """A call with x [..., K] and weight [N, K], whose product the logits are."""
-
-    @property
-    def m(self) -> int:
-        return rows_of(self.x).m
-
-    @property
-    def n(self) -> int:
-        found: int = self.weight.shape[0]
-        return found
-
-    @property
-    def k(self) -> int:
-        found: int = self.x.shape[-1]
-        return found
 
 
 # Checks

@@ -7,15 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilery.base.rows import rows as rows_of
 from tilery.base.spec import Bucket, Case, Cost, TensorSpec, case
 from tilery.core import inputs as draw
 from tilery.core.call import Call
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
 from tilery.ops.losses import contract
-from tilery.ops.losses.contract import TERMS, LossCall
+from tilery.ops.losses.call import LossCall
+from tilery.ops.losses.contract import TERMS
 from tilery.ops.rows import contract as rows
-from tilery.ops.rows.shape import rows as rows_of
 
 # Backward
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilery.base.launch import Launch
+from tilery.base.rows import rows
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
-from tilery.languages.cuda_glue import Source, vector_width
-from tilery.ops.losses.contract import READ_IGNORED_UP_TO, LossCall
+from tilery.languages.cuda_source import Source, vector_width
+from tilery.ops.losses.call import READ_IGNORED_UP_TO, LossCall
 from tilery.ops.rows.cuda_rows import THREADS, Clusters, cluster_configs, cluster_refusal, spread
-from tilery.ops.rows.shape import rows
 
 _SOURCE = Path(__file__).with_name("cross_entropy.cu")
 _ONE_BLOCK = 8192  # columns up to which one block takes a row; longer ones are for clusters where there are few

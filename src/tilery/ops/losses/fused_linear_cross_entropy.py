@@ -11,7 +11,7 @@ from tilery.core.call import Call
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
 from tilery.ops.losses import contract
-from tilery.ops.losses.contract import LinearLossCall
+from tilery.ops.losses.call import LinearLossCall
 from tilery.ops.rows import contract as rows
 
 # Backward

@@ -13,6 +13,7 @@ import torch
 from numba import prange
 
 from tilery.base.launch import Launch
+from tilery.base.rows import rows
 from tilery.base.spec import TensorSpec
 from tilery.languages import numba_glue
 from tilery.languages.numba_elements import (
@@ -32,10 +33,9 @@ from tilery.languages.numba_elements import (
     store,
 )  # fmt: skip
 from tilery.languages.numba_glue import jit, kernel
-from tilery.ops.losses.contract import LinearLossCall, LossCall
+from tilery.ops.losses.call import LinearLossCall, LossCall
 from tilery.ops.matmul.numba.tiles import pack
 from tilery.ops.rows.numba_rows import Config, NumbaRows
-from tilery.ops.rows.shape import rows
 from tilery.ops.softmax.numba_kernels import base, row_sums
 
 # Formulas

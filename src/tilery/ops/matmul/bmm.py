@@ -12,7 +12,8 @@ from tilery.core.call import Call
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
 from tilery.ops.matmul import contract
-from tilery.ops.matmul.contract import ALLOWED, layout
+from tilery.ops.matmul.call import layout
+from tilery.ops.matmul.contract import ALLOWED
 
 if TYPE_CHECKING:
     from tilery.models.model import Model

@@ -1,10 +1,11 @@
-"""What kernels ask of a call of matmul, matmul_add, linear or linear_silu_mul: operands, sizes, strides, epilogue."""
+"""What kernels ask of a call of a product: operands, sizes, strides, epilogue."""
 
 from typing import Any, NamedTuple
 
 from tilery.base.launch import Argument, Scalar
+from tilery.base.rows import Rows, rows
+from tilery.base.spec import TensorSpec, Work
 from tilery.core.call import Call
-from tilery.ops.rows.shape import Rows, rows
 
 
 class Strides(NamedTuple):
@@ -12,6 +13,11 @@ class Strides(NamedTuple):
 
     row: int
     column: int
+
+
+def layout(x: TensorSpec) -> str:
+    """'n' where rows are contiguous, 't' where columns are."""
+    return "n" if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.stride(-2) != 1) else "t"
 
 
 class MatmulCall(Call):
@@ -185,3 +191,77 @@ class LinearSiluMulCall(LinearCall):
     @property
     def addend_strides(self) -> Strides:
         return Strides(0, 0)
+
+
+# Products of several matrices
+
+
+def groups_hit(rows: int, groups: int) -> int:
+    """Expected number of groups with a row, where each row takes any of them: sizes are known to the device alone."""
+    return round(groups * (1 - (1 - 1 / groups) ** rows)) if groups else 0
+
+
+class GroupedCall(Call):
+    """A call of grouped_matmul: a [rows, K], b [groups, K, N]."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of all groups, and of none."""
+        return self.a.shape[0]
+
+    @property
+    def groups(self) -> int:
+        return self.b.shape[0]
+
+    @property
+    def n(self) -> int:
+        return self.b.shape[2]
+
+    @property
+    def k(self) -> int:
+        return self.a.shape[1]
+
+    @property
+    def groups_hit(self) -> int:
+        """Expected number of groups with a row."""
+        return groups_hit(self.rows, self.groups)
+
+    @property
+    def rows_per_group(self) -> int:
+        """Approximate number of rows in a group that has any."""
+        return -(-self.rows // max(self.groups_hit, 1))
+
+    def tiles_expected(self, height: int) -> int:
+        """Tiles of `height` rows that all groups have together: the last one of a group is half full, about."""
+        return max(self.groups_hit, self.rows // height + self.groups_hit // 2)
+
+    def most_tiles(self, height: int) -> int:
+        """The most there may be: every group has at most one tile that is not full, and so have the rows of none."""
+        return (self.rows + min(self.groups + 1, self.rows) * (height - 1)) // height
+
+
+# Parts of a product
+
+
+def part_rows(parts: TensorSpec) -> Rows:
+    """Rows of one part; one long row where they lie end to end."""
+    _, m, n = parts.shape
+    row = parts.stride(1)
+    return Rows(1, m * n, 0) if m <= 1 or row == n else Rows(m, n, row)
+
+
+# Work of one block of a tiled product, for the tuner's cost model
+
+
+def gemm_work(m: int, n: int, k: int, itemsize: int, tile_m: int, tile_n: int, blocks_per_tile: int = 1) -> Work:
+    """c [M, N] = a [M, K] · b [K, N]. A tile over the edge multiplies zeros, and reads none of them."""
+    tiles = -(-m // tile_m) * -(-n // tile_n)
+    height, width = min(tile_m, m), min(tile_n, n)
+    nbytes = ((height + width) * k + height * width) * itemsize
+    return Work(tiles * blocks_per_tile, 2 * tile_m * tile_n * k // blocks_per_tile, nbytes // blocks_per_tile)
+
+
+def batched_work(tiles: int, rows: int, n: int, k: int, itemsize: int, tile_m: int, tile_n: int) -> Work:
+    """`tiles` tiles of matrices of about `rows` rows. What lies over an edge is multiplied, but not read."""
+    height, width = min(tile_m, rows), min(tile_n, n)
+    return Work(tiles, 2 * tile_m * tile_n * k, ((height + width) * k + height * width) * itemsize)

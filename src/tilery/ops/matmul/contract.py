@@ -71,11 +71,6 @@ def cost(m: int, n: int, k: int, *read: TensorSpec | None, epilogue: int = 0) ->
     return Cost((2 * k + epilogue) * m * n, reads, m * n * read[0].dtype.itemsize)
 
 
-def layout(x: TensorSpec) -> str:
-    """'n' where rows are contiguous, 't' where columns are."""
-    return "n" if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.stride(-2) != 1) else "t"
-
-
 # Inputs
 
 

@@ -19,9 +19,7 @@ from tilery.base.spec import Work, dtype_name
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import gpu
 from tilery.languages.gluon_glue import Descriptor
-from tilery.ops.matmul.call import MatmulCall
-from tilery.ops.matmul.contract import layout
-from tilery.ops.matmul.work import gemm_work
+from tilery.ops.matmul.call import MatmulCall, gemm_work, layout
 
 _ELEMENT = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 

@@ -10,59 +10,15 @@ from torch import Tensor
 from tilery.base.errors import BadInput, require
 from tilery.base.spec import Bucket, Cost, TensorSpec, case, dtype_name
 from tilery.core import inputs as draw
-from tilery.core.call import Call
 from tilery.core.indices import require_between
 from tilery.core.op import op
 from tilery.core.peers import Saved, baselines
 from tilery.ops.matmul import contract
-from tilery.ops.matmul.contract import ALLOWED, layout
+from tilery.ops.matmul.call import GroupedCall, groups_hit, layout
+from tilery.ops.matmul.contract import ALLOWED
 
 if TYPE_CHECKING:
     from tilery.models.model import Model
-
-
-def groups_hit(rows: int, groups: int) -> int:
-    """Expected number of groups with a row, where each row takes any of them: sizes are known to the device alone."""
-    return round(groups * (1 - (1 - 1 / groups) ** rows)) if groups else 0
-
-
-class GroupedCall(Call):
-    """A call of grouped_matmul: a [rows, K], b [groups, K, N]."""
-
-    @property
-    def rows(self) -> int:
-        """Rows of all groups, and of none."""
-        return self.a.shape[0]
-
-    @property
-    def groups(self) -> int:
-        return self.b.shape[0]
-
-    @property
-    def n(self) -> int:
-        return self.b.shape[2]
-
-    @property
-    def k(self) -> int:
-        return self.a.shape[1]
-
-    @property
-    def groups_hit(self) -> int:
-        """Expected number of groups with a row."""
-        return groups_hit(self.rows, self.groups)
-
-    @property
-    def rows_per_group(self) -> int:
-        """Approximate number of rows in a group that has any."""
-        return -(-self.rows // max(self.groups_hit, 1))
-
-    def tiles_expected(self, height: int) -> int:
-        """Tiles of `height` rows that all groups have together: the last one of a group is half full, about."""
-        return max(self.groups_hit, self.rows // height + self.groups_hit // 2)
-
-    def most_tiles(self, height: int) -> int:
-        """The most there may be: every group has at most one tile that is not full, and so have the rows of none."""
-        return (self.rows + min(self.groups + 1, self.rows) * (height - 1)) // height
 
 
 def check(call: GroupedCall) -> None:

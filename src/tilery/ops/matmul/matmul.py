@@ -11,8 +11,8 @@ from tilery.core import inputs as draw
 from tilery.core.op import op
 from tilery.core.peers import baselines, load
 from tilery.ops.matmul import contract
-from tilery.ops.matmul.call import MatmulCall
-from tilery.ops.matmul.contract import ALLOWED, layout
+from tilery.ops.matmul.call import MatmulCall, layout
+from tilery.ops.matmul.contract import ALLOWED
 
 # Refusals that several cases declare: tensor cores round fp32, TMA wants rows on 16 bytes, one kernel wants K in rows.
 TF32 = {"gluon": "tf32", "tilelang": "tf32", "cuda.hopper": "tf32"}

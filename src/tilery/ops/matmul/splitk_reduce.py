@@ -12,7 +12,6 @@ from tilery.core.call import Call
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
 from tilery.ops.matmul import contract
-from tilery.ops.rows.shape import Rows
 
 ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 TO = tuple(map(dtype_name, ALLOWED))
@@ -48,13 +47,6 @@ def inputs(
     out: str = "bf16", device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     return {"parts": contract.draw(parts, m, n, dtype, draw.generator(seed, device), layout, special), "out_dtype": out}
-
-
-def part_rows(parts: TensorSpec) -> Rows:
-    """Rows of one part; one long row where they lie end to end."""
-    _, m, n = parts.shape
-    row = parts.stride(1)
-    return Rows(1, m * n, 0) if m <= 1 or row == n else Rows(m, n, row)
 
 
 def _torch(parts: Tensor, out_dtype: str) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from tilery.base.spec import Work
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
-from tilery.ops.matmul.work import gemm_work
+from tilery.ops.matmul.call import gemm_work
 
 
 @dataclass(frozen=True)

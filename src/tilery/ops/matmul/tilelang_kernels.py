@@ -11,9 +11,7 @@ from tilery.base.spec import TensorSpec, Work, dtype_name
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
 from tilery.languages import tilelang_glue
-from tilery.ops.matmul.call import MatmulCall
-from tilery.ops.matmul.contract import layout
-from tilery.ops.matmul.work import gemm_work
+from tilery.ops.matmul.call import MatmulCall, gemm_work, layout
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from tilery.core.call import Call
 from tilery.core.op import op
 from tilery.core.peers import baselines
 from tilery.ops.memory import philox
+from tilery.ops.memory.call import DropoutCall, factor
 from tilery.ops.rows import contract as rows
 
 _ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
@@ -49,11 +50,6 @@ def _inputs(
     return {"x": x, "p": p, "seed": seed + 2**40 + 2**31}
 
 
-def factor(p: float) -> float:
-    """What is kept is multiplied by this."""
-    return 1 / (1 - p) if p < 1 else 0.0
-
-
 @functools.lru_cache(maxsize=1024)  # as many as a bench has input sets
 def _kept(shape: tuple[int, ...], p: float, seed: int, device: torch.device) -> Tensor:
     least = torch.tensor(p, dtype=torch.float32).item()  # as kernels have it
@@ -73,7 +69,7 @@ def _backward(call: Call, grads: Any) -> dict[str, Any]:
 @op(
     check=_check, outputs=_outputs, cost=_cost, bucket=_bucket, inputs=_inputs, allowed=_ALLOWED,
     runtime=("p", "seed"), check_runtime=_check_runtime,
-    kernels={"numba": "numba_kernels:dropout", "triton": "triton_kernels:dropout"},
+    call_type=DropoutCall, kernels={"numba": "numba_kernels:dropout", "triton": "triton_kernels:dropout"},
     baselines=baselines(torch=_torch),
     model_sizes=lambda model: [{"n": model.hidden_size}],
     cases={

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilery.base.errors import require
+from tilery.base.rows import rows as rows_of
 from tilery.base.spec import Bucket, Cost, TensorSpec, case, dtype_name
 from tilery.core import inputs as draw
 from tilery.core.call import Call
@@ -14,7 +15,6 @@ from tilery.core.indices import require_between
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines, load
 from tilery.ops.rows import contract as rows
-from tilery.ops.rows.shape import rows as rows_of
 
 _EXACT = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 0.0)
 _IDS = {"int32": torch.int32, "int64": torch.int64}

@@ -9,6 +9,7 @@ from numba import prange, types
 from numba.extending import intrinsic
 
 from tilery.base.launch import Launch
+from tilery.base.rows import rows
 from tilery.base.spec import TensorSpec
 from tilery.core.call import Call
 from tilery.languages import numba_stream
@@ -16,10 +17,8 @@ from tilery.languages.numba_elements import STORAGE, ZERO, at, f32, integer, loa
 from tilery.languages.numba_glue import jit, kernel
 from tilery.languages.numba_stream import LINE, finish, store_past, too_large
 from tilery.ops.memory import philox
-from tilery.ops.memory.dropout import factor
 from tilery.ops.memory.numba_philox import words
 from tilery.ops.rows.numba_rows import Config, NumbaRows
-from tilery.ops.rows.shape import rows
 
 # dropout: four neighbours share a counter of Philox, but for the ends of a row
 
@@ -89,7 +88,7 @@ class Dropout(NumbaRows):
         m, n, stride = rows(call.x)
         args = {"x": call.x, "y": call.y, "x_stride": stride, "m": m, "n": n}
         args |= {"key0": call.seed.then(philox.low_key), "key1": call.seed.then(philox.high_key)}
-        args |= {"p": call.p, "scale": call.p.then(factor), "dtype": STORAGE[call.x.dtype]}
+        args |= {"p": call.p, "scale": call.scale, "dtype": STORAGE[call.x.dtype]}
         return [Launch(_dropout, 1, args, options={"parallel": config.parallel})]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
+BELOW_ONE = 1 - 2.0**-24  # the largest fp32 value below 1
 _WORD = 0xFFFFFFFF
 
 
@@ -48,3 +49,8 @@ def high_key(seed: int) -> int:
 
 def _signed(word: int) -> int:
     return word - (word >> 31 << 32)
+
+
+def quarter(n: int) -> int:
+    """Columns that take the same word of their counters: whole sectors, so that all four quarters start aligned."""
+    return -(-n // 64) * 16

@@ -3,19 +3,18 @@
 import math
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 
 from tilery.base.launch import Launch
+from tilery.base.rows import flat_rows, rows
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
 from tilery.languages.triton_glue import pdl_wait
 from tilery.ops.memory import philox
-from tilery.ops.memory.dropout import factor
-from tilery.ops.quantize.triton_fp8 import as_bytes
 from tilery.ops.rows import triton_rows
-from tilery.ops.rows.shape import flat_rows, rows
 from tilery.ops.rows.triton_rows import Config, TritonRows, grid_of, own_columns
 
 # dropout
@@ -65,7 +64,7 @@ class Dropout(TritonRows):
         m, n, stride = flat_rows(call.x)
         args = {"x_ptr": call.x, "y_ptr": call.y, "x_stride": stride, "n": n}
         args |= {"key0": call.seed.then(philox.low_key), "key1": call.seed.then(philox.high_key)}
-        args |= {"p": call.p, "scale": call.p.then(factor)}
+        args |= {"p": call.p, "scale": call.scale}
         grid, constants = grid_of(m, n, config)
         constants |= {"QUADS": m == 1 or n % 4 == 0}
         return [Launch(_dropout, grid, args, constants, config.options, pdl=True)]
@@ -143,7 +142,7 @@ class Transpose(Kernel):
         m, n = call.x.shape[-2:]
         count, _, stride = rows(call.x)
         tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-        x, y = (as_bytes(t) if t.dtype.itemsize == 1 else t for t in (call.x, call.y))
+        x, y = (t._replace(dtype=torch.uint8) if t.dtype.itemsize == 1 else t for t in (call.x, call.y))
         args = {"x_ptr": x, "y_ptr": y, "x_stride": stride, "m": m, "n": n}
         constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
         grid = count // max(m, 1) * tiles

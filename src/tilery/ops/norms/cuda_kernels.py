@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from tilery.base.launch import Launch
+from tilery.base.rows import rows, two_level_refusal
 from tilery.base.spec import TensorSpec
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
-from tilery.languages.cuda_glue import Source, vector_width
+from tilery.languages.cuda_source import Source, vector_width
 from tilery.ops.rows import cuda_rows
 from tilery.ops.rows.cuda_rows import Clusters, CudaRows
-from tilery.ops.rows.shape import rows, two_level_refusal
 
 
 class RmsNorm(CudaRows):

@@ -4,11 +4,11 @@ Its threads stride along the row, warps add by shuffles, and all threads scale w
 """
 
 from tilery.base.launch import Launch
+from tilery.base.rows import rows, two_level_refusal
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
 from tilery.languages.cupy_glue import TYPES, Template
-from tilery.ops.rows.shape import rows, two_level_refusal
 from tilery.ops.rows.thread_blocks import THREADS, Blocks, threads, threads_refusal
 
 _SOURCE = r"""

@@ -11,11 +11,11 @@ from numba import cuda
 from numba.cuda.types import float32, float64, int64, void
 
 from tilery.base.launch import Launch
+from tilery.base.rows import rows, two_level_refusal
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
 from tilery.languages import numba_cuda_glue
-from tilery.ops.rows.shape import rows, two_level_refusal
 from tilery.ops.rows.thread_blocks import THREADS, Blocks, threads, threads_refusal
 
 

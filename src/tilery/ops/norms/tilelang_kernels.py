@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import tilelang.language as T
 
 from tilery.base.launch import Launch
+from tilery.base.rows import matrix, rows, two_level_refusal
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
 from tilery.languages import tilelang_glue
-from tilery.ops.rows.shape import matrix, rows, two_level_refusal
 
 _THREADS = (32, 64, 128, 256, 512)
 _BYTES_PER_THREAD = 256  # of the row: 64 of the 128 registers that a thread of 512 has

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from tilery.base.errors import require
+from tilery.base.rows import rows as rows_of
 from tilery.base.spec import DTYPES, Bucket, Cost, TensorSpec, case, dtype_name
 from tilery.core import inputs as draw
 from tilery.core.call import Call
@@ -12,7 +13,6 @@ from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
 from tilery.ops.quantize.formats import LARGEST
 from tilery.ops.rows import contract as rows
-from tilery.ops.rows.shape import rows as rows_of
 
 _EXACT = dict.fromkeys(DTYPES.values(), 0.0)  # the reference rounds too
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilery.base.errors import require
+from tilery.base.rows import rows as rows_of
 from tilery.base.spec import DTYPES, Bucket, Cost, TensorSpec, case, dtype_name
 from tilery.core import inputs as draw
 from tilery.core.call import Call
@@ -14,7 +15,6 @@ from tilery.core.peers import Compiled, baselines
 from tilery.ops.quantize import formats
 from tilery.ops.quantize.formats import GROUP, as_rows, scale_of_each
 from tilery.ops.rows import contract as rows
-from tilery.ops.rows.shape import rows as rows_of
 
 _ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 _FROM = tuple(DTYPES[format] for format in formats.LARGEST)

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilery.base.errors import require
+from tilery.base.rows import rows
 from tilery.base.spec import DTYPES, TensorSpec
-from tilery.ops.rows.shape import rows
 
 GROUP = 128
 TINY = 1e-12  # a group of zeros has a scale too

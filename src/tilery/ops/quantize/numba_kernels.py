@@ -9,6 +9,7 @@ import numpy as np
 from numba import prange
 
 from tilery.base.launch import Launch
+from tilery.base.rows import rows
 from tilery.core.call import Call
 from tilery.languages import numba_elements, numba_stream
 from tilery.languages.numba_elements import FP32, STORAGE, ZERO, at, f32, load, store
@@ -18,7 +19,6 @@ from tilery.ops.gated.numba_activations import ACTS, activated
 from tilery.ops.quantize.formats import GROUP, LARGEST, shared_by
 from tilery.ops.quantize.numba_fp8 import magnitude, scale
 from tilery.ops.rows.numba_rows import Config, NumbaRows
-from tilery.ops.rows.shape import rows
 
 _SILU = ACTS["silu"]
 
@@ -192,6 +192,21 @@ class QuantizeFp8(RowsToFp8):
 
 
 quantize_fp8 = QuantizeFp8()
+
+# silu_mul_fp8, whose contract is in ops/gated
+
+
+class SiluMulFp8(RowsToFp8):
+    """A row of the product waits in fp32 for its scales."""
+
+    gated = True
+
+    def sources(self, call: Call) -> tuple[Any, Any, tuple[int, int], int]:
+        gate, up = call.sources
+        return gate, up, (rows(gate).stride, rows(up).stride), call.up_start
+
+
+silu_mul_fp8 = SiluMulFp8()
 
 # dequantize_fp8
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilery.base.rows import rows as rows_of
 from tilery.base.spec import Bucket, Cost, TensorSpec, case, dtype_name
 from tilery.core import inputs as draw
 from tilery.core.call import Call
@@ -12,7 +13,6 @@ from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
 from tilery.ops.quantize import formats
 from tilery.ops.rows import contract as rows
-from tilery.ops.rows.shape import rows as rows_of
 
 _FROM = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tilery.base.launch import Launch
+from tilery.base.rows import flat_rows, rows
 from tilery.base.spec import TensorSpec, dtype_name
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
@@ -19,7 +20,6 @@ from tilery.ops.gated.triton_activations import activated
 from tilery.ops.quantize.formats import GROUP, LARGEST, groups
 from tilery.ops.quantize.triton_fp8 import as_bytes, magnitude, native, quantize, scale, widen
 from tilery.ops.rows import triton_rows
-from tilery.ops.rows.shape import flat_rows, rows
 from tilery.ops.rows.triton_rows import Config, TritonRows, grid_of, own_block, own_columns, within
 
 _GROUP = tl.constexpr(GROUP)
@@ -240,6 +240,22 @@ class QuantizeFp8(RowsToFp8):
 
 
 quantize_fp8 = QuantizeFp8()
+
+# silu_mul_fp8, whose contract is in ops/gated
+
+
+class SiluMulFp8(RowsToFp8):
+    """The product is quantized before it leaves registers."""
+
+    gated = True
+
+    def sources(self, call: Call) -> dict[str, Any]:
+        gate, up = call.sources
+        strides = {"x_stride": rows(gate).stride, "u_stride": rows(up).stride, "u_start": call.up_start}
+        return {"x_ptr": gate, "u_ptr": up, **strides}
+
+
+silu_mul_fp8 = SiluMulFp8()
 
 # dequantize_fp8
 

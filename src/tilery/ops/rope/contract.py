@@ -5,7 +5,6 @@ of the values i and i + R/2 of the head, or of 2i and 2i + 1 where they are inte
 A position outside of the table gives NaN: nothing is read out of bounds, and nothing looks sound.
 """
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,35 +13,12 @@ from torch import Tensor
 from tilery.base.errors import require
 from tilery.base.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
 from tilery.core import inputs as random
-from tilery.core.call import Call
 from tilery.core.indices import require_between
-from tilery.ops.rope.heads import Heads, check_beside, check_heads, heads
+from tilery.ops.rope.call import RopeCall, heads
+from tilery.ops.rope.heads import check_beside, check_heads
 
 # Rounding the result to bf16 alone costs 1.7e-3, to fp16 2.1e-4.
 ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
-
-
-class RopeCall(Call):
-    """A call with q and k, cos, sin and positions. Ops whose arguments have other names say here which they are."""
-
-    @cached_property
-    def q_heads(self) -> Heads:
-        return heads(self.q, self.layout)
-
-    @cached_property
-    def k_heads(self) -> Heads:
-        return heads(self.k, self.layout)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all sequences."""
-        return self.q_heads.batch * self.q_heads.tokens
-
-    @property
-    def half(self) -> int:
-        """Pairs of a head that are rotated: R / 2."""
-        found: int = self.cos.shape[1]
-        return found
 
 
 # Checks

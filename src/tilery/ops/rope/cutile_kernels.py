@@ -8,8 +8,7 @@ from tilery.base.launch import Argument, Launch
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
 from tilery.languages import cutile_glue
-from tilery.ops.rope.contract import RopeCall
-from tilery.ops.rope.heads import heads
+from tilery.ops.rope.call import RopeCall, heads
 
 _VALUES_PER_WARP = 4096  # 128 a lane
 

@@ -1,31 +1,15 @@
-"""Heads of queries and keys: how they lie in a tensor of each layout."""
+"""Checks of queries and keys, heads of every layout, and how many heads models have."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tilery.base.errors import require
 from tilery.base.spec import TensorSpec, dtype_name
+from tilery.ops.rope.call import heads
 
 LAYOUTS = ("bshd", "bhsd", "thd")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-class Heads(NamedTuple):
-    batch: int
-    tokens: int  # in a sequence
-    heads: int
-    size: int
-    strides: tuple[int, int, int]  # elements from one sequence, token, head to the next
-
-
-def heads(x: Any, layout: str) -> Heads:
-    """Sizes and strides of a tensor or a spec that passed `check_heads`; packed tokens are one sequence."""
-    shape, stride = x.shape, x.stride
-    if layout == "thd":
-        return Heads(1, shape[0], shape[1], shape[2], (0, stride(0), stride(1)))
-    token, head = (1, 2) if layout == "bshd" else (2, 1)
-    return Heads(shape[0], shape[token], shape[head], shape[3], (stride(0), stride(token), stride(head)))
 
 
 def check_heads(name: str, x: TensorSpec, layout: str) -> None:

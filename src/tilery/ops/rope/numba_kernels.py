@@ -10,9 +10,7 @@ from tilery.base.launch import Launch
 from tilery.base.spec import TensorSpec
 from tilery.languages.numba_elements import FP32, STORAGE, at, f32, integer, load, store
 from tilery.languages.numba_glue import jit, kernel
-from tilery.ops.rope.contract import RopeCall
-from tilery.ops.rope.heads import heads
-from tilery.ops.rope.rope_cache_write import CacheWriteCall
+from tilery.ops.rope.call import CacheWriteCall, RopeCall, heads
 from tilery.ops.rows.numba_rows import Config, NumbaRows
 
 _NAN = f32(np.nan)

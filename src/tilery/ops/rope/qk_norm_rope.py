@@ -13,7 +13,7 @@ from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
 from tilery.ops.norms.contract import check_eps
 from tilery.ops.rope import contract, peers
-from tilery.ops.rope.contract import RopeCall
+from tilery.ops.rope.call import RopeCall
 from tilery.ops.rope.heads import model_sizes
 
 

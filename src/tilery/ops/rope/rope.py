@@ -11,7 +11,7 @@ from tilery.core.call import Call
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
 from tilery.ops.rope import contract, peers
-from tilery.ops.rope.contract import RopeCall
+from tilery.ops.rope.call import RopeCall
 from tilery.ops.rope.heads import model_sizes
 from tilery.ops.rows.contract import like
 

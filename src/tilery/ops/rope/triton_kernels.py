@@ -12,9 +12,7 @@ from tilery.hardware.gpu import ARCHS
 from tilery.languages.triton_glue import pdl_launch_dependents, pdl_wait
 from tilery.ops.quantize.triton_fp8 import as_bytes, native, quantize
 from tilery.ops.rope import kv_cache
-from tilery.ops.rope.contract import RopeCall
-from tilery.ops.rope.heads import heads
-from tilery.ops.rope.rope_cache_write import CacheWriteCall
+from tilery.ops.rope.call import CacheWriteCall, RopeCall, heads
 
 _WARPS = (1, 2, 4, 8)
 _VALUES_PER_LANE = 128  # of 255 registers; the rest hold cos, sin and addresses

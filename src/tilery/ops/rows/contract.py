@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from tilery.base.errors import require
+from tilery.base.rows import levels as row_levels
+from tilery.base.rows import rows
 from tilery.base.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
 from tilery.core import inputs
 from tilery.core.call import Call
 from tilery.hardware import device
-from tilery.ops.rows.shape import levels as row_levels
-from tilery.ops.rows.shape import rows
 
 _FEW = 32  # rows, which leave SMs idle unless a row is shared by several
 _CLUSTERS = 90  # the first architecture with clusters

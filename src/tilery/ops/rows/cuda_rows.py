@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tilery.base.launch import Launch, Persistent
+from tilery.base.rows import rows
 from tilery.base.spec import TensorSpec
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, Gpu, gpu
-from tilery.languages.cuda_glue import Source, vector_width
-from tilery.ops.rows.shape import rows
+from tilery.languages.cuda_source import Source, vector_width
 from tilery.ops.rows.thread_blocks import THREADS, Blocks, threads, threads_refusal
 
 _CLUSTERS = (1, 2, 4, 8)

@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 import cuda.tile as ct
 
+from tilery.base.rows import rows
 from tilery.base.spec import TensorSpec
 from tilery.hardware.gpu import ARCHS
 from tilery.languages import cutile_glue
-from tilery.ops.rows.shape import rows
 
 archs = ARCHS
 

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+from tilery.base.rows import rows
 from tilery.base.spec import TensorSpec
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.languages import numba_elements
-from tilery.ops.rows.shape import rows
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import numpy as np
 from numba import prange
 
 from tilery.base.launch import Launch
+from tilery.base.rows import rows
 from tilery.core.call import Call
 from tilery.languages.numba_elements import (
     FP32,
@@ -20,9 +21,8 @@ from tilery.languages.numba_elements import (
 )
 from tilery.languages.numba_glue import jit, kernel
 from tilery.ops.memory.numba_philox import words
+from tilery.ops.memory.philox import BELOW_ONE, quarter
 from tilery.ops.rows.numba_rows import Config, NumbaRows
-from tilery.ops.rows.shape import rows
-from tilery.ops.sampling.sample import BELOW_ONE, quarter
 from tilery.ops.softmax.numba_kernels import row_sums
 
 _LARGEST = np.int32(2**31 - 1)

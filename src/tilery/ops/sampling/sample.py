@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tilery.base.errors import BadInput
+from tilery.base.rows import rows as rows_of
 from tilery.base.spec import Case, Cost, case
 from tilery.core import inputs as draw
 from tilery.core.call import Call
@@ -14,10 +15,8 @@ from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
 from tilery.ops.memory import philox
 from tilery.ops.rows import contract as rows
-from tilery.ops.rows.shape import rows as rows_of
 from tilery.ops.sampling.argmax import ALLOWED, bucket, check, outputs
 
-BELOW_ONE = 1 - 2.0**-24  # the largest fp32 value below 1
 _COLDEST, _HOTTEST = 1e-30, 1e30  # logits that are divided by them stay in the range of fp32
 
 
@@ -50,16 +49,11 @@ def _inputs(
     return {"logits": logits, "seed": seed * 0x9E3779B97F4A7C15 % 2**63, **numbers}
 
 
-def quarter(n: int) -> int:
-    """Columns that take the same word of their counters: whole sectors, so that all four quarters start aligned."""
-    return -(-n // 64) * 16
-
-
 def _exponentials(m: int, n: int, seed: int, device: Any) -> Tensor:
     """-log(1 - u), u uniform, for m rows and n columns."""
-    column, row = torch.arange(quarter(n), device=device), torch.arange(m, device=device)
+    column, row = torch.arange(philox.quarter(n), device=device), torch.arange(m, device=device)
     words = torch.cat(philox.words(seed, column.expand(m, -1), row[:, None].expand(-1, len(column))), 1)[:, :n]
-    return -torch.log1p(-((words.double() + 0.5) * 2.0**-32).clamp(max=BELOW_ONE))
+    return -torch.log1p(-((words.double() + 0.5) * 2.0**-32).clamp(max=philox.BELOW_ONE))
 
 
 def _torch(logits: Tensor, seed: int, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:

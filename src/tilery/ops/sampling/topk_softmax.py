@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from tilery.base.errors import require
+from tilery.base.rows import rows as rows_of
 from tilery.base.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
 from tilery.core import inputs as draw
 from tilery.core.call import Call
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
 from tilery.ops.rows import contract as rows
-from tilery.ops.rows.shape import rows as rows_of
 from tilery.ops.sampling.argmax import DTYPES
 
 _MOST_EXPERTS = 1024

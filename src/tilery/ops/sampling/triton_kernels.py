@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 
 from tilery.base.launch import Launch
+from tilery.base.rows import rows
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
 from tilery.languages.triton_glue import pdl_wait
-from tilery.ops.rows.shape import rows
-from tilery.ops.sampling.sample import quarter
+from tilery.ops.memory.philox import quarter
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from tilery.base.rows import rows
 from tilery.base.spec import TensorSpec
 from tilery.core.call import Call
 from tilery.ops.rows.cuda_rows import CudaRows
-from tilery.ops.rows.shape import rows
 
 
 class Softmax(CudaRows):

@@ -3,11 +3,11 @@
 import cuda.tile as ct
 
 from tilery.base.launch import Launch
+from tilery.base.rows import matrix
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.ops.rows import cutile_rows
 from tilery.ops.rows.cutile_rows import Config
-from tilery.ops.rows.shape import matrix
 
 
 def _load(x, index, shape):

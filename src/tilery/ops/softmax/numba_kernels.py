@@ -6,13 +6,13 @@ import numpy as np
 from numba import prange
 
 from tilery.base.launch import Launch
+from tilery.base.rows import rows
 from tilery.core.call import Call
 from tilery.languages import numba_stream
 from tilery.languages.numba_elements import FP32, STORAGE, ZERO, at, exp, f32, load, rank, row_max, store, unrank
 from tilery.languages.numba_glue import jit, kernel
 from tilery.languages.numba_stream import BLOCK, ahead, buffer, finish, stream, too_large
 from tilery.ops.rows.numba_rows import Config, NumbaRows
-from tilery.ops.rows.shape import rows
 
 
 @jit

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 from tilery.base.launch import Launch
+from tilery.base.rows import rows
 from tilery.base.spec import TensorSpec
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
 from tilery.languages.triton_glue import pdl_launch_dependents, pdl_wait
-from tilery.ops.rows.shape import rows
 
 _BLOCK = 8192  # of a row too long to wait in registers
 _FEW = 1024  # rows, up to which more warps hide what few programs wait for

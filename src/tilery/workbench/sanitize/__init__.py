@@ -22,7 +22,7 @@ import torch
 from tilery.base.errors import ToolMissing
 from tilery.base.spec import Case
 from tilery.core.op import Op
-from tilery.languages import toolkit
+from tilery.hardware import toolkit
 from tilery.measure.place import chosen_kernels, place
 from tilery.workbench.sanitize import report as sanitize_report
 from tilery.workbench.sanitize.cases import TOOLS, chosen_cases

@@ -16,7 +16,7 @@ from tilery.base.spec import Work, dtype_name
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import Gpu, gpu
 from tilery.languages import tensor_maps
-from tilery.languages.cuda_glue import Source
+from tilery.languages.cuda_source import Source
 from tilery.languages.tensor_maps import TensorMapOf
 from tilery.ops.attention.call import AttentionCall
 

@@ -16,7 +16,7 @@ from tilery.base.spec import TensorSpec, Work, dtype_name
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import gpu
 from tilery.languages import tensor_maps
-from tilery.languages.cuda_glue import Source
+from tilery.languages.cuda_source import Source
 from tilery.languages.tensor_maps import TensorMapOf
 from tilery.ops.attention.call import PagedCall, max_splits
 from tilery.ops.attention.cuda.forward import columns, most_stages, or_null, shared_bytes, threads, window_left

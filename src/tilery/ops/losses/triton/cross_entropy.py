@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 from tilery.base.launch import Launch
+from tilery.base.rows import rows
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
 from tilery.languages.triton_glue import pdl_launch_dependents, pdl_wait
-from tilery.ops.losses.contract import READ_IGNORED_UP_TO, LossCall
-from tilery.ops.rows.shape import rows
+from tilery.ops.losses.call import READ_IGNORED_UP_TO, LossCall
 from tilery.ops.softmax.triton_kernels import base, parts, row_sums
 
 # Formulas

@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 
 from tilery.base.launch import Launch
+from tilery.base.rows import rows
 from tilery.base.spec import TensorSpec
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
-from tilery.ops.losses.contract import LinearLossCall
+from tilery.ops.losses.call import LinearLossCall
 from tilery.ops.losses.triton.cross_entropy import gradient, log_sum, row_loss, scalars
 from tilery.ops.matmul.triton.tiles import Tiles, needs_int64, product, shared_memory_refusal
-from tilery.ops.rows.shape import rows
 from tilery.ops.softmax.triton_kernels import base
 
 _SIZES = (  # block_m, block_n, block_k, warps

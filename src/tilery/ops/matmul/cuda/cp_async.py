@@ -12,10 +12,8 @@ from tilery.base.launch import Launch
 from tilery.base.spec import TensorSpec, Work
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
-from tilery.languages.cuda_glue import Source, vector_width
-from tilery.ops.matmul.call import MatmulCall
-from tilery.ops.matmul.contract import layout
-from tilery.ops.matmul.work import gemm_work
+from tilery.languages.cuda_source import Source, vector_width
+from tilery.ops.matmul.call import MatmulCall, gemm_work, layout
 
 _SHARED = 99 * 1024  # bytes a block may have on sm_89 and sm_120; the others have more
 _MATMUL = Source(Path(__file__).with_name("matmul.cu"), "matmul")

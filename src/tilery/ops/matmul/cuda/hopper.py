@@ -15,11 +15,10 @@ from tilery.base.spec import Work, dtype_name
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import gpu
 from tilery.languages import tensor_maps
-from tilery.languages.cuda_glue import Source
-from tilery.ops.matmul.call import MatmulCall
+from tilery.languages.cuda_source import Source
+from tilery.ops.matmul.call import MatmulCall, gemm_work
 from tilery.ops.matmul.cuda import hopper_tiles
 from tilery.ops.matmul.cuda.hopper_tiles import ConfigSpace
-from tilery.ops.matmul.work import gemm_work
 
 _SOURCE = Path(__file__).with_name("hopper.cu")
 _MANY = 1024  # rows: beyond, blocks multicast b; up to here, the large-M kernel may split K

@@ -12,10 +12,9 @@ from tilery.base.spec import Work
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
+from tilery.ops.matmul.call import GroupedCall, batched_work
 from tilery.ops.matmul.cutile import tiles
 from tilery.ops.matmul.cutile.tiles import Config, enough_tiles, grouped_tile
-from tilery.ops.matmul.grouped_matmul import GroupedCall
-from tilery.ops.matmul.work import batched_work
 
 _ZERO = ct.PaddingMode.ZERO
 

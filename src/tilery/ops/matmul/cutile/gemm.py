@@ -11,9 +11,8 @@ from tilery.base.spec import TensorSpec, Work
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
 from tilery.languages import cutile_glue
-from tilery.ops.matmul.call import MatmulCall
+from tilery.ops.matmul.call import MatmulCall, gemm_work
 from tilery.ops.matmul.cutile.tiles import enough_tiles, grouped_tile
-from tilery.ops.matmul.work import gemm_work
 
 _ZERO = ct.PaddingMode.ZERO
 

@@ -13,7 +13,7 @@ from tilery.core.kernel import Kernel
 from tilery.languages import numba_elements, numba_glue
 from tilery.languages.numba_elements import COLUMNS, FP32, ONE, STORAGE, ZERO, at, f32, integer, store
 from tilery.languages.numba_glue import jit, kernel
-from tilery.ops.matmul.grouped_matmul import GroupedCall
+from tilery.ops.matmul.call import GroupedCall
 from tilery.ops.matmul.numba import tiles
 from tilery.ops.matmul.numba.tiles import tile_product
 

@@ -33,12 +33,11 @@ from tilery.languages.numba_glue import jit, kernel
 from tilery.ops.gated import numba_activations
 from tilery.ops.gated.numba_activations import factor
 from tilery.ops.matmul.call import MatmulCall
-from tilery.ops.matmul.contract import ACTIVATIONS
 from tilery.ops.matmul.numba.tiles import pack
 
 _BLOCK_M = 96  # rows of a packed at a time, and the most that dot products take
 _NONE, _RELU, _GELU, _GELU_TANH, _SILU = range(5)
-_ACTS = dict(zip(ACTIVATIONS, (_NONE, _RELU, _GELU, _GELU_TANH, _SILU), strict=True))
+_ACTS = {"none": _NONE, "relu": _RELU, "gelu": _GELU, "gelu_tanh": _GELU_TANH, "silu": _SILU}
 _SILU_SHARE, _TANH_SHARE, _GELU_SHARE = (numba_activations.ACTS[act] for act in ("silu", "tanh", "none"))
 
 

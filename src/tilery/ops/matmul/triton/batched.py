@@ -8,10 +8,9 @@ from tilery.base.spec import Work
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
-from tilery.ops.matmul.grouped_matmul import GroupedCall
+from tilery.ops.matmul.call import GroupedCall, batched_work
 from tilery.ops.matmul.triton import tiles
 from tilery.ops.matmul.triton.tiles import Matrices, Matrix, Tiles, grouped_tile, store_product
-from tilery.ops.matmul.work import batched_work
 
 # bmm
 

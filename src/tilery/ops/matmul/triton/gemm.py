@@ -15,9 +15,8 @@ from tilery.base.spec import Work
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
 from tilery.ops.gated.triton_activations import factor
-from tilery.ops.matmul.call import MatmulCall
+from tilery.ops.matmul.call import MatmulCall, gemm_work
 from tilery.ops.matmul.triton.tiles import Matrix, grouped_tile
-from tilery.ops.matmul.work import gemm_work
 
 
 @triton.jit

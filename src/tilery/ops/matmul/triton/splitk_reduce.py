@@ -6,7 +6,7 @@ import triton.language as tl
 from tilery.base.launch import Launch
 from tilery.core.call import Call
 from tilery.languages.triton_glue import pdl_wait
-from tilery.ops.matmul.splitk_reduce import part_rows
+from tilery.ops.matmul.call import part_rows
 from tilery.ops.rows import triton_rows
 from tilery.ops.rows.triton_rows import Config, TritonRows, own_columns
 

@@ -9,6 +9,7 @@ import torch
 from numba import prange
 
 from tilery.base.launch import Launch
+from tilery.base.rows import rows, two_level_rows
 from tilery.base.spec import TensorSpec
 from tilery.core.call import Call
 from tilery.languages import numba_glue
@@ -16,7 +17,6 @@ from tilery.languages.numba_elements import FP32, ONE, ZERO, at, f32, load, stor
 from tilery.languages.numba_glue import jit, kernel
 from tilery.ops.norms.numba.forward import launch, row_mean, row_rstd, row_start
 from tilery.ops.rows.numba_rows import Config, NumbaRows
-from tilery.ops.rows.shape import rows, two_level_rows
 
 
 def _partial_sums(x: TensorSpec, config: Config) -> TensorSpec:

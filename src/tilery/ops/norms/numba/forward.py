@@ -9,6 +9,7 @@ import numpy as np
 from numba import prange
 
 from tilery.base.launch import Launch
+from tilery.base.rows import rows, two_level_rows
 from tilery.base.spec import TensorSpec
 from tilery.core.call import Call
 from tilery.languages.numba_elements import FP32, STORAGE, ZERO, at, f32, load, store
@@ -16,7 +17,6 @@ from tilery.languages.numba_glue import jit, kernel
 from tilery.ops.quantize import formats
 from tilery.ops.quantize.numba_fp8 import magnitude, scale
 from tilery.ops.rows.numba_rows import Config, NumbaRows
-from tilery.ops.rows.shape import rows, two_level_rows
 
 
 @jit

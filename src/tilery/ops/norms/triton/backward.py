@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 from tilery.base.launch import Launch
+from tilery.base.rows import rows, two_level_rows
 from tilery.base.spec import TensorSpec
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
 from tilery.ops.norms.triton import tiles
 from tilery.ops.norms.triton.tiles import LONG_SUM, Tiling
-from tilery.ops.rows.shape import rows, two_level_rows
 
 # x, dy, weight and the gradient's sum of a row all sit in registers: 64 of 255 a lane with 16 warps.
 _TILING = Tiling(longest_kept=8192, long=LONG_SUM)

@@ -9,9 +9,9 @@ from typing import Any
 
 import triton
 
+from tilery.base.rows import rows
 from tilery.base.spec import TensorSpec
 from tilery.hardware.gpu import gpu
-from tilery.ops.rows.shape import rows
 
 _WARPS = (1, 2, 4, 8, 16, 32)
 _MANY_WARPS = 16  # of a long row
