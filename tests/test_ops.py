@@ -149,7 +149,7 @@ def test_every_config_is_right(op, kernel):
 
 
 def interpreted_apart(configs):
-    """Of those that differ in stages alone, which the interpreter does not have, one. (Warps decide constants, too.)"""
+    """One of those that differ in stages alone, which the interpreter does not have. (Warps decide constants, too.)"""
     return {str(dataclasses.asdict(config) | {"num_stages": None}): config for config in configs}.values()
 
 

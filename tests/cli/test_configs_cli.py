@@ -383,7 +383,7 @@ def test_what_an_older_tilery_wrote_is_measured_and_fixed_under_the_names_of_now
 
 
 def test_verify_measures_in_a_real_worker():
-    """Of a kernel that a child has too. A time that nothing takes is never reached, one that is long always is."""
+    """A kernel that a child has too. A time that nothing takes is never reached, one that is long always is."""
     fast, slow = ({"parallel": parallel} for parallel in (True, False))
     path = tuned.write(
         softmax,

@@ -106,6 +106,6 @@ def _alike(x: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor) -> float:
-    """Of values whose squares may overflow."""
+    """The norm of values whose squares may overflow."""
     top = x.abs().max().item()
     return top * (x / top).norm().item() if top > _FLUSHED else math.sqrt(x.numel()) * top

@@ -67,7 +67,7 @@ def test_failure_is_made_smaller():
 
 @pytest.mark.slow
 def test_what_is_printed_does_it_again(monkeypatch):
-    """Of a bug that ends the process: the one that died is known, and its call is made smaller in new ones."""
+    """A bug that ends the process: the call that died is known, and its call is made smaller in new ones."""
     monkeypatch.setattr("fuzz.fuzz._FEW_TRIES", 2)  # each starts a process
     with Child("aborts") as child:
         call, why = fuzz(SOFTMAX, "numba", "planted", 12, child).failures[0]

@@ -18,5 +18,5 @@ X, Y, EPS = argument(0), argument(1), Scalar(2, float)
 
 
 def values(eps=0.5):
-    """Of one call: x, y and eps. They lie on the CPU: nobody looks."""
+    """Values of one call: x, y and eps. They lie on the CPU: nobody looks."""
     return torch.randn(4, 8), torch.empty(4, 8), eps

@@ -96,7 +96,7 @@ def test_falling_offsets_and_positions_of_the_cache_are_named_too():
 
 
 def test_every_op_that_reads_indices_is_here():
-    """Of those that take integer tensors; those of attention are tested with it."""
+    """Ops that take integer tensors; those of attention are tested with it."""
     mine = {op.name for op in REGISTRY.values() if op.indices is not None}
     assert {name for name in mine if "attention" not in name and "mla" not in name} == set(WRONG)
 

@@ -279,7 +279,7 @@ def test_the_command_itself_knows_the_op(place):
 
 @pytest.mark.parametrize("kernel", ["triton", "tilelang"])
 def test_the_forms_have_the_fields_of_the_configs(kernel, monkeypatch):
-    """Of the kernel that really is there: in their order, with their defaults."""
+    """The parameters of the real kernel, in their order, with their defaults."""
     monkeypatch.undo()
     if why := languages.missing(kernel):
         pytest.skip(why)

@@ -310,7 +310,7 @@ def test_one_worker_that_fails_stops_the_others(place):
 
 
 def test_what_is_tuned_now_is_known_under_the_names_of_now(place, monkeypatch):
-    """Of those alike it stays, though its file is of an older tilery."""
+    """It stays among equals, though an older tilery wrote its file."""
     first, _ = run(place, asked(), FakePool([FakeWorker(lambda c: 1.0, 0.002)]))
     (entry,) = first.tuned[0].entries
     assert entry.config == {"tile": 8, "kind": "plain"}

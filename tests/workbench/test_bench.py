@@ -117,7 +117,7 @@ def test_every_set_is_called_with_its_own_inputs():
 
 
 def test_a_gpus_inputs_are_several_times_its_cache():
-    """Of a small problem as many sets as fill it, of a large one two; on a CPU the caches are overwritten instead."""
+    """A small problem gets as many sets as fill it, a large one two; on a CPU the caches are overwritten instead."""
     op, gpu = REGISTRY["softmax"], torch.device("cuda", 0)
 
     def drawn(m):

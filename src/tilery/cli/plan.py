@@ -10,7 +10,7 @@ from tilery.cli import common
 
 if TYPE_CHECKING:
     from tilery.models.model import Model
-    from tilery.models.plan import Plan
+    from tilery.models.plan import PassPlan
     from tilery.models.roofs import Roof
     from tilery.models.steps import Step
 
@@ -62,7 +62,7 @@ def _heading(model: "Model", roof: "Roof") -> str:
     return f"{model.name} in {formats} on {ranks}, at the ceilings measured on {roof.device} ({rates})"
 
 
-def _table(made: "Plan") -> Table:
+def _table(made: "PassPlan") -> Table:
     lines = [
         (
             step.name, step.op if step.exists else f"{step.op} *", _shape(step), str(step.count),
@@ -92,7 +92,7 @@ def _short(value: float) -> str:
     return f"{value:.3g} {prefixes[0]}"
 
 
-def _notes(model: "Model", made: "list[Plan]") -> list[str]:
+def _notes(model: "Model", made: "list[PassPlan]") -> list[str]:
     notes = ["", "FLOP, bytes and µs at the roof are of all calls of a step together."]
     if any(not step.exists for each in made for step in each.steps):
         notes.append("* not yet an op: its cost is an estimate.")

@@ -76,7 +76,7 @@ def serves(built: str, present: str) -> bool:
     """Code built for sm_80 runs on sm_86, not on sm_90: same major, minor no smaller."""
     if "cpu" in (built, present):
         return built == present
-    b, p = (int(arch.removeprefix("sm_")) for arch in (built, present))
+    b, p = map(device.number, (built, present))
     return b // 10 == p // 10 and b <= p
 
 

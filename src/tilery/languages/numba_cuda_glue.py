@@ -80,7 +80,7 @@ class _Built(NamedTuple):
 
 @functools.cache
 def _build(kernel: Kernel, arch: str) -> _Built:
-    cc = divmod(int(arch.removeprefix("sm_")), 10)
+    cc = divmod(device.number(arch), 10)
     ptx, _ = cuda.compile_ptx(kernel.function.py_func, kernel.signature, cc=cc, launch_bounds=kernel.threads)
     symbol = re.search(r"\.entry (\w+)", ptx)
     assert symbol, "a kernel's PTX has an entry"

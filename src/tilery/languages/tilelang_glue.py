@@ -80,7 +80,7 @@ def _loaded(
 
 def _exact(arch: str) -> str:
     """sm_90a for sm_90: wgmma and TMA are for the exact architecture."""
-    return f"sm_{nvcc.get_target_arch(divmod(int(arch.removeprefix('sm_')), 10))}"
+    return f"sm_{nvcc.get_target_arch(divmod(device.number(arch), 10))}"
 
 
 def _target(arch: str) -> Any:

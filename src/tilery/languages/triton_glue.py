@@ -250,7 +250,7 @@ def _compiled(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], 
         raise CompileFailed(
             "TRITON_INTERPRET=1 replaced this kernel by its interpreter: compile in a process without it"
         )
-    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    target = GPUTarget("cuda", device.number(arch), 32)
     backend = make_backend(target)
     if pdl := pdl and target.arch >= _PDL:
         options = options | {"launch_pdl": True}

@@ -17,7 +17,7 @@ CONTEXT = 4096
 
 
 @dataclass(frozen=True)
-class Plan:
+class PassPlan:
     """A pass, its steps in the model's order, and the time of one call of each at the roof."""
 
     forward: Pass
@@ -61,14 +61,14 @@ class Plan:
         return {**said, "steps": listed, "total": total}
 
 
-def plan(model: Model, forward: Pass, roof: roofs.Roof) -> Plan:
+def plan(model: Model, forward: Pass, roof: roofs.Roof) -> PassPlan:
     found = steps(model, forward)
-    return Plan(forward, found, [roof.ceilings.roof_ms(step.cost, step.case.params["dtype"]) for step in found])
+    return PassPlan(forward, found, [roof.ceilings.roof_ms(step.cost, step.case.params["dtype"]) for step in found])
 
 
 def plans(
     model: Model, roof: roofs.Roof, batches: Iterable[int] = BATCHES, prompt: int = PROMPT, context: int = CONTEXT
-) -> list[Plan]:
+) -> list[PassPlan]:
     """A prefill and a decode for each number of sequences."""
     phases = ((PREFILL, prompt), (DECODE, context))
     return [plan(model, Pass(phase, batch, length), roof) for batch in batches for phase, length in phases]
@@ -113,7 +113,7 @@ def _at_rows(op: str, model: str, tp: int, rows: Sequence[int]) -> list[Worth]:
     return [worth for worth in found if worth.op == op and worth.case.params["m"] in rows]
 
 
-def _worths(made: Iterable[Plan]) -> list[Worth]:
+def _worths(made: Iterable[PassPlan]) -> list[Worth]:
     found: dict[tuple[str, str], Worth] = {}
     for each in made:
         for step, ms in zip(each.steps, each.step_ms):

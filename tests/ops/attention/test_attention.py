@@ -45,7 +45,7 @@ def test_layouts_mean_the_same(backend):
 
 @pytest.mark.parametrize("bias", ["none", "fp32", "shared"])
 def test_the_reference_holds_the_scores_of_one_key_head_at_a_time(monkeypatch, bias):
-    """Of 32 heads and 16384 tokens all scores would be 64 GiB: no GPU could check that case."""
+    """All scores of 32 heads and 16384 tokens would take 64 GiB: no GPU could check that case."""
     given, sizes, einsum = drawn(bias=bias, slopes=True, sinks=True, softcap=3.0, window=9), [], torch.einsum
     monkeypatch.setattr(torch, "einsum", lambda *x: [made := einsum(*x), sizes.append(made.numel())][0])
     out, lse = LSE.reference(*LSE.complete((), given))

@@ -21,7 +21,7 @@ def drawn(**params):
 
 
 def gradients(call, given, dtype, **more):
-    """Of q, k and v, through autograd, with the case's dout and dlse."""
+    """Gradients of q, k and v, through autograd, with the case's dout and dlse."""
     leaves = [given[name].to(dtype).detach().requires_grad_() for name in ("q", "k", "v")]
     names = ("cu_seqlens_q", "cu_seqlens_k", "causal", "layout", "max_seqlen_q", "max_seqlen_k")
     made = call(*leaves, **{name: given[name] for name in names} | more)
