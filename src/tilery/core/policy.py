@@ -113,7 +113,7 @@ def compiled(op: "Op", name: str, call: Call, config: Any, arch: str) -> Artifac
     launches = [launch for launch in kernel.launches(complete, config) if isinstance(launch, Launch)]
     if not launches:
         raise CompileFailed(f"{op.name} {name} launches no kernel for this problem: torch fills its outputs")
-    made = [glue.compile(launch, arch) for launch in launches]
+    made: list[Artifact] = [glue.compile(launch, arch) for launch in launches]
     return max(made, key=lambda artifact: (artifact.spills or 0, artifact.registers or 0))
 
 
