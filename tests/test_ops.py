@@ -257,7 +257,7 @@ def test_planted_corruption_is_found(op, corrupt, dtype, monkeypatch):
 
 def test_a_dropped_k_tile_is_found(monkeypatch):
     op = REGISTRY["matmul"]
-    plant.instead(monkeypatch, op, "numba", lambda a, b, c: c.copy_(a[:, 16:] @ b[16:]), "a", "b", "out0")
+    plant.instead(monkeypatch, op, "numba", lambda a, b, c: c.copy_(a[:, 16:] @ b[16:]), "a", "b", "c")
     with pytest.raises(Wrong, match="output 0 has error"):
         check(op, "numba", plain_case(op, "bf16", "numba"), "cpu")
 

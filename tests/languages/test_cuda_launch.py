@@ -165,7 +165,7 @@ def test_a_struct_is_packed_from_its_fields(source, given):
     x, y, _ = call = values(0.25)
     run(call)
     ((made, (blocks, rows, end)),) = given
-    layout = source("grouped").signature.parameters[0].type.layout
+    layout = cuda_glue.signature_of(source("grouped")).parameters[0].type.layout
     held = layout.from_address(rows.getPtr())
     assert (blocks, held.x, held.stride, held.eps, end) == (1, x.data_ptr(), 2**40, 0.25, y.data_ptr())
     assert made._types == (None, ctypes.c_void_p), "cuda.bindings takes what it does not know by its address"

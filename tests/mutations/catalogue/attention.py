@@ -49,8 +49,8 @@ CONTRACT.add(
 )
 CONTRACT.add(
     "scale-by-the-heads-size",
-    "default = head_dim**-0.5",
-    "default = head_dim**-1.0",
+    "default = self.head_dim**-0.5",
+    "default = self.head_dim**-1.0",
     case("attention", "numba", "m=20,heads=4,kv_heads=2,n=32,dtype=fp32,batch=2"),
 )
 

@@ -147,8 +147,8 @@ OTHERS.add(
 )
 OTHERS.add(
     "gelu-tanh-is-gelu",
-    'return y * share(y, "tanh")',
-    'return y * share(y, "none")',
+    'return y * factor(y, "tanh")',
+    'return y * factor(y, "none")',
     case("linear", "triton", "m=65,n=33,k=97,dtype=fp32,activation=gelu_tanh"),
 )
 OTHERS.add(

@@ -34,7 +34,7 @@ def run(op: Op, config: Any, args: tuple[Any, ...], launches: Any) -> Run:
         if isinstance(launch, Launch):
             cuda_glue.bind(launch, args[0].device)(values)
             made, (grid, *given) = launches[0][-1]
-            names = [name for p in launch.kernel.signature.parameters for name in _names(p)]
+            names = [name for p in cuda_glue.signature_of(launch.kernel).parameters for name in _names(p)]
             found.append(Handed(made, grid, dict(zip(names, given, strict=True))))
         else:
             launch.run(values)

@@ -324,7 +324,7 @@ def test_windows_scales_and_queries_that_see_nothing_are_right(more, splits):
 )
 @pytest.mark.parametrize(
     "form",
-    [{}, {"splits": 8}, {"multicast": 2, "splits": 3}, {"block_n": 176, "share": 2}, {"persistent": False}],
+    [{}, {"splits": 8}, {"multicast": 2, "splits": 3}, {"block_n": 176, "multicast": 2}, {"persistent": False}],
     ids=str,
 )
 @pytest.mark.parametrize("page", [16, 256])

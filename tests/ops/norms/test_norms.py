@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tilery.parts import fp8
 
 import tilery
 from tilery import languages
@@ -11,6 +10,7 @@ from tilery.base.spec import case
 from tilery.core.op import REGISTRY
 from tilery.measure.check import check
 from tilery.measure.place import place
+from tilery.ops.quantize import formats
 
 X, RESIDUAL = torch.randn(6, 96).bfloat16(), torch.randn(6, 96).bfloat16()
 W = torch.randn(96).bfloat16()
@@ -27,7 +27,7 @@ def test_the_norm_is_of_the_rounded_sum():
 def test_the_fused_norm_quantises_what_the_norm_gives():
     x, w = X.float(), W.float()
     values, scales = tilery.rms_norm_fp8(x, w, per="group")
-    wanted, wanted_scales = fp8.quantised(tilery.rms_norm(x, w), "group", "e4m3", False)
+    wanted, wanted_scales = formats.quantized(tilery.rms_norm(x, w), "group", "e4m3", False)
     assert torch.allclose(scales, wanted_scales, rtol=1e-6)
     assert (values.float() - wanted.to(values.dtype).float()).norm() <= 1e-2 * wanted.norm()
     fused, fused_scales, total = tilery.add_rms_norm_fp8(x, torch.zeros_like(x), w, per="group")

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tilery.parts import fp8
 
 import tilery
 from tilery.base.errors import BadInput
+from tilery.ops.quantize import formats
 from tilery.ops.rope import kv_cache
 
 BACKENDS = ["numba", "triton"]
@@ -44,7 +44,7 @@ def test_a_token_goes_to_its_slot_and_nowhere_else(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("per", ["tensor", "head"])
-@pytest.mark.parametrize("format", fp8.LARGEST)
+@pytest.mark.parametrize("format", formats.LARGEST)
 def test_fp8_is_rounded_to_nearest_even_and_saturates(format, per, backend):
     given = drawn(format=format, per=per, skip=False) | no_rotation()
     for name in ("k", "v"):
@@ -55,7 +55,7 @@ def test_fp8_is_rounded_to_nearest_even_and_saturates(format, per, backend):
     tilery.rope_cache_write_(**given, backend=backend)
     where = given["slots"] // 16, given["slots"] % 16
     for name, first in (("k", 1), ("v", 0)):  # a rotation by no angle makes NaN of 0 · infinity
-        cache, scale, largest = given[f"{name}_cache"], given[f"{name}_scale"], fp8.LARGEST[format]
+        cache, scale, largest = given[f"{name}_cache"], given[f"{name}_scale"], formats.LARGEST[format]
         expected = (given[name] / scale[:, None]).clamp(-largest, largest).to(cache.dtype)
         found = cache.float()[where][first:].nan_to_num(7)
         assert torch.equal(found, expected[first:].float().nan_to_num(7))
@@ -102,4 +102,4 @@ def test_the_document_states_what_the_code_checks():
     text = (Path(__file__).parents[3] / "docs" / "kv_cache.md").read_text(encoding="utf-8")
     *most, last = map(str, kv_cache.BLOCK_SIZES)
     assert f"`block_size` is {', '.join(most)} or {last}" in text
-    assert all(f"±{largest:.0f} ({name})" in text for name, largest in fp8.LARGEST.items())
+    assert all(f"±{largest:.0f} ({name})" in text for name, largest in formats.LARGEST.items())

@@ -9,9 +9,10 @@ from tilery import languages
 from tilery.base.spec import TensorSpec, case
 from tilery.core import plan as plan_module
 from tilery.core.op import REGISTRY
+from tilery.hardware.gpu import pretend
 from tilery.measure.check import check
 from tilery.measure.place import place
-from tilery.parts import triton_softmax
+from tilery.ops.softmax import triton_kernels
 
 INF, NAN = float("inf"), float("nan")
 FORWARDS, BACKWARDS = ("softmax", "log_softmax"), ("softmax_backward", "log_softmax_backward")
@@ -37,7 +38,7 @@ def test_pieces_of_minus_infinity_alone_are_worth_nothing(name, kernel):
     where = place(op, kernel).device
     x = torch.randn(2, 300, device=where)
     x[:, :200] = -float("inf")
-    for config in [None] if kernel == "numba" else [triton_softmax.Config(64, 1), triton_softmax.Config(64, 1, 4)]:
+    for config in [None] if kernel == "numba" else [triton_kernels.Config(64, 1), triton_kernels.Config(64, 1, 4)]:
         y = op(x, backend=kernel, config=config)
         assert torch.allclose(y, op.reference(x), atol=1e-6)
 
@@ -46,8 +47,9 @@ def test_pieces_of_minus_infinity_alone_are_worth_nothing(name, kernel):
     ("m", "n", "splits"), [(1, 128256, 16), (16, 128256, 16), (64, 128256, 4), (1024, 128256, 1), (1, 32768, 1)]
 )
 def test_few_long_rows_are_shared_out(m, n, splits):
-    x = TensorSpec.contiguous((m, n), torch.bfloat16, "cuda:0")
-    assert triton_softmax.default(x).splits == splits
+    softmax, x = REGISTRY["softmax"], TensorSpec.contiguous((m, n), torch.bfloat16, "cuda:0")
+    with pretend("sm_90"):
+        assert softmax.kernel("triton").default(softmax.call((x,))).splits == splits
 
 
 ROWS = {
