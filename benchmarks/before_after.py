@@ -75,13 +75,8 @@ def measured(name: str, text: str, before: dict, depth: timing.Depth) -> dict:
     op, where, case = REGISTRY[name], device.default(), parsed_case(REGISTRY[name], text)
     for version, called in (("before", before[name]), ("after", op)):
         args = bench.drawn(op, case, where, seed=random.randrange(2**31))
-        judge_call(
-            op,
-            f"{version}: {name} {text}",
-            args,
-            lambda a, f=called: _outputs(op, f(*a)),
-            Limits.of(op, op.specs(args)),
-        )
+        limits = Limits.of(op, op.call(op.specs(args)))
+        judge_call(op, f"{version}: {name} {text}", args, lambda a, f=called: _outputs(op, f(*a)), limits)
     sets = bench.input_sets(op, lambda seed: bench.drawn(op, case, where, seed), where)
     arms = {bench.BASE: bench.rotating(op.baselines[bench.BASE], sets)}
     arms[bench.CONTROL] = bench.rotating(op.baselines[bench.BASE], sets)
