@@ -34,6 +34,16 @@ class Gpu:
         return arch_number(self.arch)
 
     @property
+    def sms_power_of_2(self) -> int:
+        """The largest power of two that is not above the number of SMs: 128 for an H200."""
+        return 1 << self.sms.bit_length() - 1
+
+    @property
+    def l2_for_reuse(self) -> int:
+        """Bytes that blocks which run together may share through L2: about half, 32 MiB for an H200."""
+        return self.l2 * 8 // 15
+
+    @property
     def largest_cluster(self) -> int:
         """Blocks of a cluster that every such device is promised to run at once."""
         return 8 if self.number >= _CLUSTERS else 1

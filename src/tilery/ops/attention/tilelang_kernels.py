@@ -27,7 +27,6 @@ _LOG2E = 1.4426950408889634
 _COMBINING = 64  # threads that combine a row
 # Copies as they are, waited for where the loop says: T.Pipelined builds no loop whose length only the device knows.
 _ASYNC = {"parallel_prefer_async": True, "parallel_async_without_async_commit_wait": True}
-_PROGRAMS = 128  # of one sequence: about one for each SM of an H200
 _MAX_SEQUENCES = 65535  # along a grid's third axis
 _FAR = 2**30  # keys: they are numbered in int32, as are those of the tiles behind the last
 _ROWS, _KEYS = (16, 32, 64, 128), (16, 32, 64, 128)
@@ -284,7 +283,8 @@ class AttentionDecode(Kernel):
         return config
 
     def _wanted_splits(self, call: PagedCall) -> int:
-        return 1 << max(_PROGRAMS // call.kv_heads, 1).bit_length() - 1
+        """Programs of one sequence: about one for each SM."""
+        return 1 << max(gpu(call.q.device).sms_power_of_2 // call.kv_heads, 1).bit_length() - 1
 
     def configs(self, call: PagedCall) -> list[Config]:
         few = next((rows for rows in _ROWS if call.rows <= rows), _ROWS[-1])

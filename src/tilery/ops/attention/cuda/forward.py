@@ -21,7 +21,6 @@ from tilery.languages.tensor_maps import TensorMapOf
 from tilery.ops.attention.call import AttentionCall
 
 _SOURCE = Source(Path(__file__).with_name("attention.cu"), "hopper_attention")
-_L2_BYTES = 2**25  # of keys and values that blocks running together may share: about half of an H200's L2
 _FAR = 2**29  # tokens: more than a query sees
 _ALIGNMENT, _BARRIERS = 1024, 16  # bytes to align tiles, and of a stage's barriers
 _QUEUE = 96  # bytes of the current tile and the next, which the producer hands to the consumers
@@ -151,7 +150,8 @@ class Attention(Kernel):
         k, v = (call.k, call.v) if call.key_tokens else (call.q, call.q)
         keys_of_box = config.block_n // config.multicast
         left, lse = window_left(call.effective_window), call.lse
-        keys_in_l2 = max(_L2_BYTES // max(call.keys * 2 * call.head_dim * call.q.dtype.itemsize, 1), 1)
+        head_bytes = call.keys * 2 * call.head_dim * call.q.dtype.itemsize  # keys and values of a head
+        keys_in_l2 = max(gpu(call.q.device).l2_for_reuse // max(head_bytes, 1), 1)
         lse_strides = (0, 0) if lse is None else (0, lse.stride(0)) if call.packed else lse.strides[:2]
         args = {
             "q_map": _map(call, call.q, config.block_m), "k_map": _map(call, k, keys_of_box),

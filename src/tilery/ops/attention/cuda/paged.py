@@ -243,13 +243,12 @@ class AttentionDecode(Paged):
     Nothing here looks at the batch or at the most keys of a sequence: it must be split alike in any.
     """
 
-    tiles = 32, 128  # of one sequence, at least and at most: an H200 has 132 SMs
     min_keys = 128  # of a split: with fewer, what it writes of them costs more than what is gained
 
     def _config(self, call: PagedCall, block_m: int, block_n: int) -> Config:
         """Many splits read fast what is one sequence; but each one's result for every row is written and read again."""
-        least, most = self.tiles
-        tiles = min(max(1024 // max(call.rows, 1), least), most)
+        most = gpu(call.q.device).sms_power_of_2  # tiles of one sequence
+        tiles = min(max(1024 // max(call.rows, 1), most // 4), most)
         splits = min(next_power_of_2(max(tiles // call.kv_heads, 1)), _MAX_SPLITS)
         stages, min_blocks = self.most_stages(call, block_m, block_n), max(self.min_keys // block_n, 1)
         return Config(block_n, stages, splits, block_m=block_m, min_blocks=min_blocks)

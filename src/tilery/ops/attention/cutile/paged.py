@@ -12,6 +12,7 @@ from tilery.base.integers import ceil_div, next_power_of_2
 from tilery.base.launch import Argument, Host, Launch
 from tilery.base.spec import TensorSpec, Work
 from tilery.core.kernel import Kernel
+from tilery.hardware.gpu import gpu
 from tilery.ops.attention.call import MlaDecodeCall, PagedCall
 from tilery.ops.attention.cutile.paged_kernel import combine, paged_attention
 from tilery.ops.attention.cutile.softmax import ARCHS, config_refusal, reach_refusal, size_refusal
@@ -21,7 +22,6 @@ _COMBINED = 4096  # values that a block of `combine` holds
 _TAIL = 16  # keys of MLA that are masked at a time: to be values they are in registers then
 _MIN_ROWS = 16  # of a product by tensor cores
 _FAR = 2**30  # keys: they are numbered in int32, as are those of the tiles behind the last
-_PROGRAMS = 128  # of one sequence: about one for each SM of an H200
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class AttentionDecode(Paged):
 
     def candidates(self, call: PagedCall) -> list[Config]:
         """Few rows by mma.sync, many by wgmma, which takes 64 of them; fp32 without tensor cores."""
-        splits = max(_PROGRAMS // next_power_of_2(call.kv_heads), 1)
+        splits = max(gpu(call.q.device).sms_power_of_2 // next_power_of_2(call.kv_heads), 1)
         if call.q.dtype == torch.float32:
             return [Config(16, 16, splits, num_worker_warps=8)]
         narrow = Config(64, 32, splits, num_worker_warps=8)

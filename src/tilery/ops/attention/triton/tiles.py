@@ -14,7 +14,6 @@ from tilery.languages.triton_glue import Descriptor
 from tilery.ops.attention.call import AttentionCall
 from tilery.ops.attention.triton.softmax import clamped_span
 
-_L2_BYTES = 2**25  # of keys and values that programs running together may share: about half of an H200's L2
 _TMA = 90  # the first architecture with TMA
 
 
@@ -77,7 +76,7 @@ def descriptor(call: AttentionCall, x: Argument, tokens: int) -> Descriptor:
 def heads_in_l2(call: AttentionCall) -> int:
     """Key heads whose keys and values fit the L2 together."""
     nbytes = max(call.keys, 1) * (call.head_dim + call.value_dim) * call.q.dtype.itemsize
-    return max(_L2_BYTES // nbytes, 1)
+    return max(gpu(call.q.device).l2_for_reuse // nbytes, 1)
 
 
 def far(*strides: int) -> bool:

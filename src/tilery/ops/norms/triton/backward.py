@@ -16,13 +16,13 @@ from tilery.base.rows import rows, two_level_rows
 from tilery.base.spec import TensorSpec
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
-from tilery.hardware.gpu import ARCHS
+from tilery.hardware.gpu import ARCHS, gpu
 from tilery.ops.norms.triton import tiles
 from tilery.ops.norms.triton.tiles import LONG_SUM, Tiling
 
 # x, dy, weight and the gradient's sum of a row all sit in registers: 64 of 255 a lane with 16 warps.
 _TILING = Tiling(longest_kept=8192, long=LONG_SUM)
-_PROGRAMS = 512  # about four on each SM of an H200, so that they hide each other's latency
+_PROGRAMS_PER_SM = 4  # about, so that they hide each other's latency
 _COLUMNS, _PARTS = 32, 64  # of the workspace, that a program of `_sum_programs` takes at a time
 
 
@@ -237,13 +237,16 @@ class NormBackward(Kernel):
         return tiles.refusal(tiles.Config(config.rows, config.block, config.num_warps))
 
     def default(self, call: Call) -> Config:
-        return _with_programs(self.x(call), _TILING.default(self.x(call)), _PROGRAMS)
+        return _with_programs(self.x(call), _TILING.default(self.x(call)), self._programs(call))
+
+    def _programs(self, call: Call) -> int:
+        return _PROGRAMS_PER_SM * gpu(self.x(call).device).sms_power_of_2
 
     def configs(self, call: Call) -> list[Config]:
-        x = self.x(call)
+        x, most = self.x(call), self._programs(call)
         base = _TILING.default(x)
-        fewer = [_with_programs(x, base, programs) for programs in (_PROGRAMS // 4, _PROGRAMS // 2)]
-        found = [self.default(call), *fewer, *(_with_programs(x, cut, _PROGRAMS) for cut in _TILING.configs(x))]
+        fewer = [_with_programs(x, base, programs) for programs in (most // 4, most // 2)]
+        found = [self.default(call), *fewer, *(_with_programs(x, cut, most) for cut in _TILING.configs(x))]
         return list(dict.fromkeys(found))
 
     def workspace(self, call: Call, config: Config) -> dict[str, TensorSpec]:

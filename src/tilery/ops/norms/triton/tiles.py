@@ -17,7 +17,7 @@ _WARPS = (1, 2, 4, 8, 16, 32)
 _MANY_WARPS = 16  # of a long row
 _LONGEST_KEPT = 32768  # values in the registers of 16 warps: 64 of 255 a lane, the rest are weights and addresses
 _VALUES_PER_LANE = 128
-_L1_BYTES = 208 * 1024  # of an H200's 256 kB an SM, with room for shared memory
+_L1_TAKEN = 19 * 1024  # bytes of what a block may have as shared memory that other things take of the L1 cache
 _L1_BLOCK = 4096  # of a row that is read again from the L1 cache, so that registers are left for more programs
 
 
@@ -121,7 +121,7 @@ def _hiding(x: TensorSpec) -> int:
 
 def _l1_rows(x: TensorSpec, inputs: int) -> int:
     """How many rows L1 holds at a time."""
-    return _L1_BYTES // max(x.shape[-1] * x.dtype.itemsize * inputs, 1)
+    return (gpu(x.device).shared_per_block - _L1_TAKEN) // max(x.shape[-1] * x.dtype.itemsize * inputs, 1)
 
 
 def _warps(values: int, n: int, values_per_warp: int = 512, few: bool = False) -> int:
