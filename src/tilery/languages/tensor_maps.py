@@ -1,4 +1,4 @@
-"""Tensor maps: what TMA must know of a tensor to fetch boxes of it. Made by the driver, passed to a kernel by value."""
+"""Tensor maps: what TMA must know of a tensor to load boxes of it. Made by the driver, passed to a kernel by value."""
 
 import ctypes
 import functools
@@ -46,28 +46,28 @@ class TensorMap:
 
 
 def refusal(name: str, x: Any) -> str | None:
-    """Why TMA cannot fetch from a matrix [rows, columns], a spec or a tensor, of contiguous rows."""
+    """Why TMA cannot load from a matrix [rows, columns], a spec or a tensor, of contiguous rows."""
     size, (rows, columns) = x.dtype.itemsize, x.shape
     if not (x.aligned if hasattr(x, "aligned") else x.data_ptr() % 16 == 0):
-        return f"{name} must start at a multiple of 16 bytes for TMA to fetch from it"
+        return f"{name} must start at a multiple of 16 bytes for TMA to load from it"
     if rows <= 1 or not columns:  # there is no next row
         return None
     if x.stride(0) * size % 16:
-        return f"rows of {name} must start at multiples of 16 bytes for TMA to fetch them, got stride {x.stride(0)}"
+        return f"rows of {name} must start at multiples of 16 bytes for TMA to load them, got stride {x.stride(0)}"
     if x.stride(0) < columns:
-        return f"rows of {name} must not overlap for TMA to fetch them, got stride {x.stride(0)} for {columns} columns"
+        return f"rows of {name} must not overlap for TMA to load them, got stride {x.stride(0)} for {columns} columns"
     return None
 
 
 def heads_refusal(name: str, x: Any, sizes: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
     """The same of a tensor seen with these sizes, columns and rows first, and strides of all but the columns."""
     if not (x.aligned if hasattr(x, "aligned") else x.data_ptr() % 16 == 0):
-        return f"{name} must start at a multiple of 16 bytes for TMA to fetch from it"
+        return f"{name} must start at a multiple of 16 bytes for TMA to load from it"
     for size, stride in zip(sizes[1:], strides):
         if size > 1 and stride * x.dtype.itemsize % 16:
             return f"tokens and heads of {name} must start at multiples of 16 bytes for TMA, got stride {stride}"
         if size > 1 and stride < sizes[0]:
-            return f"tokens and heads of {name} must not overlap for TMA to fetch them, got stride {stride}"
+            return f"tokens and heads of {name} must not overlap for TMA to load them, got stride {stride}"
     return None
 
 

@@ -18,7 +18,7 @@ _UNRELATED = {
 }  # fmt: skip
 _REASONS = {
     "output_attentions": "the weights are never all there",
-    "head_mask": "heads are not weighed one by one",
+    "head_mask": "heads are not scaled one by one",
     "cache": "it reads no paged cache of transformers",
     **dict.fromkeys(
         ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
@@ -47,11 +47,11 @@ def forward(
         said["bias"] = position_bias if "bias" not in said else position_bias + said["bias"]
     sinks = None if s_aux is None else s_aux.float().flatten()
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    bent: dict[str, Any] = {"sinks": sinks, "scale": scaling, "softcap": softcap or 0.0}
+    scoring: dict[str, Any] = {"sinks": sinks, "scale": scaling, "softcap": softcap or 0.0}
     if _few(q, k, v, said):
         lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
-        return attention_decode(q, k, v, lengths, window=said["window"], **bent), None
-    return attention(q, k, v, **said, **bent), None
+        return attention_decode(q, k, v, lengths, window=said["window"], **scoring), None
+    return attention(q, k, v, **said, **scoring), None
 
 
 def _few(q: Tensor, k: Tensor, v: Tensor, said: dict[str, Any]) -> bool:

@@ -65,7 +65,7 @@ def test_heads_that_share_memory_are_not_loaded():
     q, k, v, *rest = specs_for(attention, case(**PLAIN))
     shared = k._replace(strides=(k.stride(0), k.stride(1), 0, 1))
     expanded = attention.call_type(attention.signature.references((q, shared, v, *rest)))
-    assert "k must not overlap for TMA to fetch them, got stride 0" in kernel.refusal(expanded)
+    assert "k must not overlap for TMA to load them, got stride 0" in kernel.refusal(expanded)
 
 
 @pytest.mark.parametrize(
