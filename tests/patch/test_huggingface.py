@@ -239,7 +239,7 @@ def layer(mask=None, queries=20, keys=20, causal=True, **how):
     [
         ({"dropout": 0.1}, "has no dropout, got 0.1"),
         ({"output_attentions": True}, "does not take output_attentions: the weights are never all there"),
-        ({"head_mask": torch.ones(4)}, "does not take head_mask: heads are not weighed"),
+        ({"head_mask": torch.ones(4)}, "does not take head_mask: heads are not scaled"),
         ({"cu_seq_lens_q": torch.tensor([0, 20])}, "does not take cu_seq_lens_q: position_ids alone"),
         ({"cache": object()}, "does not take cache: it reads no paged cache"),
         ({"indices": torch.zeros(1)}, "does not take indices: it does not know what that means"),

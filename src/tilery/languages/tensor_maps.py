@@ -9,6 +9,7 @@ import torch
 from cuda.bindings import driver
 
 from tilery.base.launch import Argument, Values
+from tilery.base.spec import TensorSpec
 
 SPAN = 128  # bytes of a row of a box, which its swizzle in shared memory spans
 
@@ -45,10 +46,10 @@ class TensorMap:
         return self.address
 
 
-def refusal(name: str, x: Any) -> str | None:
-    """Why TMA cannot load from a matrix [rows, columns], a spec or a tensor, of contiguous rows."""
+def refusal(name: str, x: TensorSpec) -> str | None:
+    """Why TMA cannot load from a matrix [rows, columns] of contiguous rows."""
     size, (rows, columns) = x.dtype.itemsize, x.shape
-    if not (x.aligned if hasattr(x, "aligned") else x.data_ptr() % 16 == 0):
+    if not x.aligned:
         return f"{name} must start at a multiple of 16 bytes for TMA to load from it"
     if rows <= 1 or not columns:  # there is no next row
         return None
@@ -59,9 +60,9 @@ def refusal(name: str, x: Any) -> str | None:
     return None
 
 
-def heads_refusal(name: str, x: Any, sizes: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+def heads_refusal(name: str, x: TensorSpec, sizes: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
     """The same of a tensor seen with these sizes, columns and rows first, and strides of all but the columns."""
-    if not (x.aligned if hasattr(x, "aligned") else x.data_ptr() % 16 == 0):
+    if not x.aligned:
         return f"{name} must start at a multiple of 16 bytes for TMA to load from it"
     for size, stride in zip(sizes[1:], strides):
         if size > 1 and stride * x.dtype.itemsize % 16:
