@@ -5,10 +5,9 @@ import cuda.tile as ct
 from tilery.base.launch import Launch
 from tilery.base.rows import matrix
 from tilery.base.spec import TensorSpec
-from tilery.core.kernel import Kernel
 from tilery.ops.gated.call import GatedCall
 from tilery.ops.rows import cutile_rows
-from tilery.ops.rows.cutile_rows import Config
+from tilery.ops.rows.cutile_rows import Config, CutileRows
 
 
 def _load(x, index, shape):
@@ -30,10 +29,7 @@ def _silu_mul(
     ct.store(y, index, y_tile.astype(y.dtype), allow_tma=False)  # what lies outside of y is dropped
 
 
-class SiluMul(Kernel):
-    archs = cutile_rows.archs
-    Config = Config
-
+class SiluMul(CutileRows):
     def refusal(self, call: GatedCall, config: Config | None = None) -> str | None:
         return cutile_rows.refusal(call.halves[0], config or self.default(call))
 

@@ -181,3 +181,18 @@ def linear_cases() -> list[Case]:
         case(m=8, n=70, k=32, dtype="fp16", ignored=True, ignore_index=2**40, label_smoothing=1.0),
         case(m=8, n=70, k=32, dtype="bf16", outside=True, ignored=True, ignore_index=7),
     ]
+
+
+# Peers
+
+
+def fused_formula(
+    logits: Tensor, targets: Tensor, label_smoothing: float, ignore_index: int, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """Losses and lse of fp32 logits, written for a compiler to fuse."""
+    kept, lse = targets != ignore_index, logits.logsumexp(-1)
+    target_logit = logits.gather(-1, targets.where(kept, 0).unsqueeze(-1)).squeeze(-1)
+    loss = lse - (1 - label_smoothing) * target_logit + z_loss * lse.square()
+    if label_smoothing:
+        loss = loss - label_smoothing * logits.mean(-1)
+    return loss.where(kept, 0.0), lse.where(kept, 0.0)

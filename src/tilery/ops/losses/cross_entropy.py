@@ -190,13 +190,7 @@ def _torch(logits: Tensor, targets: Tensor, label_smoothing: float, ignore_index
 
 def _formula(logits: Tensor, targets: Tensor, label_smoothing: float, ignore_index: int, z_loss: float) -> Any:
     """For a compiler to fuse."""
-    wide, kept = logits.float(), targets != ignore_index
-    lse = wide.logsumexp(-1)
-    target_logit = wide.gather(-1, targets.where(kept, 0).unsqueeze(-1)).squeeze(-1)
-    loss = lse - (1 - label_smoothing) * target_logit + z_loss * lse.square()
-    if label_smoothing:
-        loss = loss - label_smoothing * wide.mean(-1)
-    return loss.where(kept, 0.0), lse.where(kept, 0.0)
+    return contract.fused_formula(logits.float(), targets, label_smoothing, ignore_index, z_loss)
 
 
 def _backward(call: LossCall, grads: Call) -> dict[str, Tensor]:

@@ -4,12 +4,10 @@ Its threads stride along the row, warps add by shuffles, and all threads scale w
 """
 
 from tilery.base.launch import Launch
-from tilery.base.rows import rows, two_level_refusal
+from tilery.base.rows import rows
 from tilery.core.call import Call
-from tilery.core.kernel import Kernel
-from tilery.hardware.gpu import ARCHS
 from tilery.languages.cupy_glue import TYPES, Template
-from tilery.ops.rows.thread_blocks import THREADS, Blocks, threads, threads_refusal
+from tilery.ops.rows.thread_blocks import BlockRows, Blocks
 
 _SOURCE = r"""
 #include <cuda_bf16.h>
@@ -51,19 +49,7 @@ __global__ void __launch_bounds__(THREADS) rms_norm(
 """
 
 
-class RmsNorm(Kernel):
-    archs = ARCHS
-    Config = Blocks
-
-    def refusal(self, call: Call, config: Blocks | None = None) -> str | None:
-        return two_level_refusal(call.x) or threads_refusal(config)
-
-    def default(self, call: Call) -> Blocks:
-        return Blocks(threads(call.x.shape[-1]))
-
-    def configs(self, call: Call) -> list[Blocks]:
-        return [Blocks(count) for count in THREADS]
-
+class RmsNorm(BlockRows):
     def launches(self, call: Call, config: Blocks) -> list[Launch]:
         x, weight = call.x, call.weight
         m, n, stride = rows(x)

@@ -3,11 +3,9 @@
 import cuda.tile as ct
 
 from tilery.base.launch import Launch
-from tilery.base.rows import matrix, two_level_refusal
+from tilery.base.rows import matrix
 from tilery.core.call import Call
-from tilery.core.kernel import Kernel
-from tilery.ops.rows import cutile_rows
-from tilery.ops.rows.cutile_rows import Config
+from tilery.ops.rows.cutile_rows import Config, CutileRows
 
 
 def _load(x, index, shape):
@@ -45,19 +43,7 @@ def _rms_norm_reread(
         ct.store(y, (row, i), y_tile.astype(y.dtype), allow_tma=False)
 
 
-class RmsNorm(Kernel):
-    archs = cutile_rows.archs
-    Config = Config
-
-    def refusal(self, call: Call, config: Config | None = None) -> str | None:
-        return two_level_refusal(call.x) or cutile_rows.refusal(call.x, config or self.default(call))
-
-    def default(self, call: Call) -> Config:
-        return cutile_rows.default(call.x)
-
-    def configs(self, call: Call) -> list[Config]:
-        return cutile_rows.configs(call.x)
-
+class RmsNorm(CutileRows):
     def launches(self, call: Call, config: Config) -> list[Launch]:
         x, y = matrix(call.x), matrix(call.y)
         m, n = x.shape

@@ -11,12 +11,10 @@ from numba import cuda
 from numba.cuda.types import float32, float64, int64, void
 
 from tilery.base.launch import Launch
-from tilery.base.rows import rows, two_level_refusal
+from tilery.base.rows import rows
 from tilery.core.call import Call
-from tilery.core.kernel import Kernel
-from tilery.hardware.gpu import ARCHS
 from tilery.languages import numba_cuda_glue
-from tilery.ops.rows.thread_blocks import THREADS, Blocks, threads, threads_refusal
+from tilery.ops.rows.thread_blocks import BlockRows, Blocks
 
 
 @functools.cache
@@ -51,19 +49,7 @@ def _kernel(dtype: torch.dtype, threads: int) -> numba_cuda_glue.Kernel:
     return numba_cuda_glue.Kernel(rms_norm, void(pointer, pointer, pointer, int64, int64, float64, float64), threads)
 
 
-class RmsNorm(Kernel):
-    archs = ARCHS
-    Config = Blocks
-
-    def refusal(self, call: Call, config: Blocks | None = None) -> str | None:
-        return two_level_refusal(call.x) or threads_refusal(config)
-
-    def default(self, call: Call) -> Blocks:
-        return Blocks(threads(call.x.shape[-1]))
-
-    def configs(self, call: Call) -> list[Blocks]:
-        return [Blocks(count) for count in THREADS]
-
+class RmsNorm(BlockRows):
     def launches(self, call: Call, config: Blocks) -> list[Launch]:
         m, n, stride = rows(call.x)
         args = {"x": call.x, "weight": call.weight, "y": call.y, "x_stride": stride, "n": n}

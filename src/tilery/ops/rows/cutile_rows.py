@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 
 import cuda.tile as ct
 
-from tilery.base.rows import rows
+from tilery.base.rows import rows, two_level_refusal
 from tilery.base.spec import TensorSpec
+from tilery.core.call import Call
+from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
 from tilery.languages import cutile_glue
-
-archs = ARCHS
 
 _VALUES_PER_WARP = 4096  # 128 a lane: softmax takes 255 registers then and spills nothing, compiled for sm_90
 
@@ -72,3 +72,19 @@ def configs(x: TensorSpec) -> list[Config]:
         Config(1, min(base.tile, 2048)),
     ]
     return [c for c in dict.fromkeys((base, *hints, *cuts)) if refusal(x, c) is None]
+
+
+class CutileRows(Kernel):
+    """A kernel whose blocks take whole rows of x."""
+
+    archs = ARCHS
+    Config = Config
+
+    def refusal(self, call: Call, config: Config | None = None) -> str | None:
+        return two_level_refusal(call.x) or refusal(call.x, config or self.default(call))
+
+    def default(self, call: Call) -> Config:
+        return default(call.x)
+
+    def configs(self, call: Call) -> list[Config]:
+        return configs(call.x)

@@ -5,9 +5,7 @@ import cuda.tile as ct
 from tilery.base.launch import Launch
 from tilery.base.rows import matrix
 from tilery.core.call import Call
-from tilery.core.kernel import Kernel
-from tilery.ops.rows import cutile_rows
-from tilery.ops.rows.cutile_rows import Config
+from tilery.ops.rows.cutile_rows import Config, CutileRows
 
 
 def _load(x, index, shape):
@@ -42,19 +40,7 @@ def _softmax_reread(x: ct.IndexedWithInt64, y: ct.IndexedWithInt64, ROWS: ct.Con
         ct.store(y, (row, i), y_tile.astype(y.dtype), allow_tma=False)
 
 
-class Softmax(Kernel):
-    archs = cutile_rows.archs
-    Config = Config
-
-    def refusal(self, call: Call, config: Config | None = None) -> str | None:
-        return cutile_rows.refusal(call.x, config or self.default(call))
-
-    def default(self, call: Call) -> Config:
-        return cutile_rows.default(call.x)
-
-    def configs(self, call: Call) -> list[Config]:
-        return cutile_rows.configs(call.x)
-
+class Softmax(CutileRows):
     def launches(self, call: Call, config: Config) -> list[Launch]:
         x, y = matrix(call.x), matrix(call.y)
         m, n = x.shape

@@ -6,9 +6,8 @@ from torch import Tensor
 from tilery.base.launch import Host, Launch
 from tilery.base.spec import TensorSpec
 from tilery.core.call import Call
-from tilery.core.kernel import Kernel
 from tilery.ops.rows import cutile_rows
-from tilery.ops.rows.cutile_rows import Config
+from tilery.ops.rows.cutile_rows import Config, CutileRows
 
 
 # Int64: the stride of parts may be 2**31 elements and more.
@@ -23,10 +22,7 @@ def _reduce(parts: ct.IndexedWithInt64, c: ct.IndexedWithInt64, ROWS: ct.Constan
     ct.store(c, (row, column), ct.reshape(total, (ROWS, TILE)).astype(c.dtype), allow_tma=False)
 
 
-class SplitkReduce(Kernel):
-    archs = cutile_rows.archs
-    Config = Config
-
+class SplitkReduce(CutileRows):
     def refusal(self, call: Call, config: Config | None = None) -> str | None:
         _, m, n = call.parts.shape
         total = TensorSpec.contiguous((m, n), call.parts.dtype, call.parts.device)
