@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(256, 2) scale(
 __global__ void scale_more(Rows rows, const __grid_constant__ Pair pair, unsigned count, double exact) {}
 
 template <int N>
-__global__ void mapped(const __grid_constant__ TensorMap a, TILERY_MAP b, long long size, bool flag) {}
+__global__ void mapped(const __grid_constant__ TensorMap a, long long size, bool flag) {}
 
 __global__ void nothing() {}
 """
@@ -43,7 +43,7 @@ def test_parameters_are_read_with_their_types():
     assert types("scale") == [
         ("x", pointer), ("y", pointer), ("eps", ctypes.c_float), ("n", ctypes.c_int), ("stride", number),
     ]  # fmt: skip
-    assert types("mapped") == [("a", TENSOR_MAP), ("b", TENSOR_MAP), ("size", number), ("flag", ctypes.c_bool)]
+    assert types("mapped") == [("a", TENSOR_MAP), ("size", number), ("flag", ctypes.c_bool)]
     assert types("nothing") == []
 
 

@@ -106,6 +106,11 @@ class Launch:
     pdl: bool = False  # programmatic dependent launch: blocks may start while the kernel before ends
 
 
+def assert_plain(launch: Launch) -> None:
+    """For languages that have neither clusters nor PDL: what a launch asks for is not ignored."""
+    assert launch.cluster == 1 and not launch.pdl, f"{launch.kernel} asks for clusters or PDL, which its language lacks"
+
+
 @dataclass(frozen=True)
 class Host:
     """A launch by torch, for the few problems that need no kernel: filling a product over nothing with zeros, say."""

@@ -24,7 +24,7 @@ class TwoLevelRows(NamedTuple):
 
 
 def rows(x: TensorSpec) -> Rows:
-    """[..., N] as M rows; x passed `contract.check_rows`."""
+    """[..., N] as M rows; x passed ops/rows/contract.py's check_rows."""
     m, shape = 1, x.shape
     for size in shape[:-1]:
         m *= size
@@ -45,7 +45,7 @@ def flat_rows(*tensors: TensorSpec) -> tuple[int, ...]:
 
 
 def two_level_rows(x: TensorSpec) -> TwoLevelRows:
-    """[..., N] as M rows at up to two distances; x passed `contract.check_rows` with levels=2."""
+    """[..., N] as M rows at up to two distances; x passed ops/rows/contract.py's check_rows with levels=2."""
     m, n, stride = rows(x)
     found = levels(x)
     if len(found) < 2:

@@ -1,11 +1,14 @@
 """What every kernel is: an object that says what it takes, how it may be configured and what it launches."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from tilery.base.launch import Host, Launch
 from tilery.base.spec import TensorSpec, Work
 from tilery.core.call import Call
+
+_WARPS = (1, 2, 4, 8, 16, 32)
 
 
 class Kernel:
@@ -37,3 +40,20 @@ class Kernel:
     def estimate(self, call: Call, config: Any) -> Work | None:
         """The work of one block, for the tuner to leave out configs that it models at more than twice the best."""
         return None
+
+
+def config_refusal(kernel: Kernel, config: Any) -> str | None:
+    """Why no kernel takes such a config, so that none has to say it: sizes below 1, warps that are no power of two.
+
+    0 stands for something where it is a field's default, and in tiles of empty tensors on a CPU.
+    """
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if type(value) is not int:
+            continue
+        least = 0 if field.default == 0 or kernel.archs == ("cpu",) else 1
+        if value < least:
+            return f"{field.name} must be {least} or more, got {value}"
+        if field.name == "num_warps" and value not in _WARPS:
+            return f"num_warps must be one of {', '.join(map(str, _WARPS))}, got {value}"
+    return None

@@ -201,7 +201,7 @@ class Op:
         return self.allowed(call) if callable(self.allowed) else self.allowed
 
     def slack(self, call: Call) -> dict[torch.dtype, float]:
-        """What an element may be off by besides its last rounding, of its own size and its row's rms together."""
+        """Error allowed for an element beyond its final rounding, relative to |element| + rms(row)."""
         allowed = self.tolerance(call)
         wide = allowed.get(torch.float32, _FP32_ERROR)
         if self.rounds_between:

@@ -14,7 +14,7 @@ from tilery.base.launch import Argument, Launch
 from tilery.base.spec import Artifact, TensorSpec
 from tilery.core import tuned
 from tilery.core.call import Call
-from tilery.core.kernel import Kernel
+from tilery.core.kernel import Kernel, config_refusal
 from tilery.core.plan import Plan
 from tilery.hardware import device
 
@@ -47,9 +47,11 @@ def environment_refusal(op: "Op", name: str, where: torch.device, call: Call | N
 def problem_refusal(op: "Op", name: str, call: Call, config: Any = None) -> str | None:
     """Why the kernel cannot take this problem, wherever it would run."""
     kernel = load_kernel(op, name)
-    if config is not None and not isinstance(config, kernel.Config):
+    if config is None:
+        return kernel.refusal(call)
+    if not isinstance(config, kernel.Config):
         raise BadInput(f"{op.name}: config must be {name}'s {_signature(kernel.Config)}, got {config!r}")
-    return kernel.refusal(call, config)
+    return config_refusal(kernel, config) or kernel.refusal(call, config)
 
 
 def _signature(config: type) -> str:
@@ -91,7 +93,8 @@ def decide(op: "Op", call: Call, backend: str | None, config: Any) -> Plan:
     refused = {name: why for name, why in refusals.items() if why is not None}
     launches = tuple(kernel.launches(complete, config))
     plan = Plan(
-        op.name, chosen, config, source, where, outs, workspace, launches, op.mutated, refused, op.checks_at_calls()
+        op=op.name, kernel=chosen, config=config, source=source, device=where, outs=outs, workspace=workspace,
+        launches=launches, mutated=op.mutated, refusals=refused, check=op.checks_at_calls(),
     )  # fmt: skip
     if explain:
         print(explained(plan, op.specs_in(call)), file=sys.stderr)

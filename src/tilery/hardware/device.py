@@ -1,4 +1,4 @@
-"""What this machine is. How fast it can be is in ceilings.py."""
+"""What this machine is. How fast it can be is in measure/ceilings.py."""
 
 import functools
 import os

@@ -104,12 +104,10 @@ def _template(before: str) -> tuple[str, ...]:
 def _parameter(text: str, structs: str) -> Parameter:
     words = text.partition("=")[0].replace("*", " * ").split()
     name = words[-1]
-    kind = " ".join(
-        word for word in words[:-1] if word not in ("const", "__grid_constant__", "__restrict__", "TILERY_MAP")
-    )
+    kind = " ".join(word for word in words[:-1] if word not in ("const", "__grid_constant__", "__restrict__"))
     if "*" in words:
         return Parameter(name, ctypes.c_void_p)
-    if kind == TENSOR_MAP or "TILERY_MAP" in words:
+    if kind == TENSOR_MAP:
         return Parameter(name, TENSOR_MAP)
     return Parameter(name, _NUMBERS[kind] if kind in _NUMBERS else _struct(kind, structs))
 

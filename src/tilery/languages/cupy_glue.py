@@ -14,7 +14,7 @@ from cupy._core.core import assemble_cupy_compiler_options
 from cupy.cuda import nvrtc
 
 from tilery.base.errors import CompileFailed
-from tilery.base.launch import Argument, Launch, Values, resolver
+from tilery.base.launch import Argument, Launch, Values, assert_plain, resolver
 from tilery.base.spec import Artifact
 from tilery.hardware import device, toolkit
 from tilery.languages import cuda_signature
@@ -68,6 +68,7 @@ def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
 
     CuPy passes an int as 64 bits, so as an address too, and a float as a double.
     """
+    assert_plain(launch)
     signature = cuda_signature.find(launch.kernel.source, launch.kernel.name)
     source, name = launch.kernel.source, _instance(launch)
     grid, threads = (launch.grid,), (launch.options["threads"],)

@@ -19,7 +19,7 @@ import torch
 from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, ScalarConstraint, export_kernel
 
 from tilery.base.errors import CompileFailed, ToolMissing
-from tilery.base.launch import Argument, Launch, Scalar, Values, resolver
+from tilery.base.launch import Argument, Launch, Scalar, Values, assert_plain, resolver
 from tilery.base.spec import Artifact, TensorSpec
 from tilery.hardware import toolkit
 
@@ -36,6 +36,7 @@ _MOST_BLOCKS = 2**24 - 1  # cuTile numbers its blocks in 24 bits
 
 def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
     """What runs the launch for a call's values; cuTile compiles at the first launch of each specialization."""
+    assert_plain(launch)
     kernel, grid = _hinted(launch.kernel, **launch.options), launch.grid
     assert isinstance(grid, int), "a grid of cuTile's is one number"
     resolved = resolver(_ordered(launch), _of_tensor)

@@ -23,7 +23,7 @@ from numba.cuda import libdevice
 from numba.cuda.types import CPointer, float16, float32, int32, uint16, uint32
 
 from tilery.base.errors import CompileFailed
-from tilery.base.launch import Argument, Launch, Values, resolver
+from tilery.base.launch import Argument, Launch, Values, assert_plain, resolver
 from tilery.base.spec import Artifact
 from tilery.hardware import device, toolkit
 
@@ -128,6 +128,7 @@ def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
 
     An int is passed as 64 bits, so as an address too, and a float as a double.
     """
+    assert_plain(launch)
     kernel, names = launch.kernel, tuple(inspect.signature(launch.kernel.function.py_func).parameters)
     assert set(names) == set(launch.args), (
         f"{kernel.function.__name__} takes {', '.join(names)}, got {', '.join(launch.args)}"

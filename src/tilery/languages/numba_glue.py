@@ -23,7 +23,7 @@ from numba import types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 from tilery.base import settings
-from tilery.base.launch import Argument, Launch, Scalar, Values, resolver
+from tilery.base.launch import Argument, Launch, Scalar, Values, assert_plain, resolver
 from tilery.base.spec import Artifact, TensorSpec
 
 _config: Any = numba.config
@@ -38,7 +38,7 @@ jit = numba.njit(**_OPTIONS)
 def _folder() -> str | None:
     """Where compiled code is kept. Numba does not notice edits of helpers, so the name holds the text of them all."""
     package = Path(__file__).parents[1]
-    names = ("languages/numba_*.py", "ops/**/numba*.py", "ops/**/numba/*.py")
+    names = ("languages/numba_*.py", "ops/**/*.py")  # constants of files in plain Python are in the code too
     helpers = sorted(path for name in names for path in package.glob(name))
     name = hashlib.sha256(b"".join(p.read_bytes() for p in helpers)).hexdigest()[:12]
     folder = Path(_config.CACHE_DIR or settings.get().cache_dir / "numba") / name
@@ -92,6 +92,7 @@ def threads(parallel: bool) -> int:
 
 def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
     """What runs the launch for a call's values."""
+    assert_plain(launch)
     kernel, parallel = launch.kernel, launch.options.get("parallel", False)
     resolved = resolver(_ordered(launch), _of_tensor)
 

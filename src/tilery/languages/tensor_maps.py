@@ -11,7 +11,7 @@ from cuda.bindings import driver
 from tilery.base.launch import Argument, Values
 from tilery.base.spec import TensorSpec
 
-SPAN = 128  # bytes of a row of a box, which its swizzle in shared memory spans
+SWIZZLE_BYTES = 128  # bytes of a row of a box, which its swizzle in shared memory spans
 
 _BYTES, _ALIGNED = 128, 128  # of a CUtensorMap; the driver asks for an address that is a multiple of 64
 _KEPT = 4096  # maps: a model has a few for each of its layers
@@ -61,7 +61,7 @@ def refusal(name: str, x: TensorSpec) -> str | None:
 
 
 def heads_refusal(name: str, x: TensorSpec, sizes: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
-    """The same of a tensor seen with these sizes, columns and rows first, and strides of all but the columns."""
+    """Why TMA cannot load boxes of a tensor with these sizes, innermost first, and strides of all but the innermost."""
     if not x.aligned:
         return f"{name} must start at a multiple of 16 bytes for TMA to load from it"
     for size, stride in zip(sizes[1:], strides):
@@ -89,7 +89,7 @@ class TensorMapOf:
 
 
 def of_matrix(x: Argument, box_rows: int) -> TensorMapOf:
-    """A map of a matrix [rows, columns]: boxes of so many rows of SPAN bytes, swizzled, zeros outside."""
+    """A map of a matrix [rows, columns]: boxes of so many rows of SWIZZLE_BYTES bytes, swizzled, zeros outside."""
     rows, columns = x.shape
     return TensorMapOf(x, (columns, rows), (x.stride(0),), (box_rows,))
 
@@ -104,7 +104,7 @@ def heads_at(
     """
     one = -(-sizes[0] * itemsize // 16) * 16 // itemsize  # along a single one any step of 16 bytes will do
     steps = tuple(stride if size > 1 else one for size, stride in zip(sizes[1:], strides))
-    return _made(address, sizes, steps, box, itemsize, *(() if nan is None else (nan,)))
+    return _made(address, sizes, steps, box, itemsize, *([nan] if nan else []))
 
 
 @functools.lru_cache(maxsize=_KEPT)
@@ -116,7 +116,7 @@ def _made(
     assert all(step * itemsize % 16 == 0 for step in steps)
     made, rank = TensorMap(), len(sizes)
     lengths, strides = (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*(n * itemsize for n in steps))
-    box = (ctypes.c_uint32 * rank)(SPAN // itemsize, *boxed, *[1] * (rank - 1 - len(boxed)))
+    box = (ctypes.c_uint32 * rank)(SWIZZLE_BYTES // itemsize, *boxed, *[1] * (rank - 1 - len(boxed)))
     apart = (ctypes.c_uint32 * rank)(*[1] * rank)
     kind, outside = (_KINDS[itemsize], _ZEROS) if nan is None else (_FLOATS[nan], _NANS)
     how = int(_PLAIN), int(_SWIZZLE), int(_PROMOTION), int(outside)

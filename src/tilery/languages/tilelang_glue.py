@@ -16,7 +16,7 @@ from tilelang.contrib import nvcc
 from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
 from tilery import languages
-from tilery.base.launch import Argument, Launch, Values, resolver
+from tilery.base.launch import Argument, Launch, Values, assert_plain, resolver
 from tilery.base.spec import Artifact
 from tilery.hardware import device, toolkit
 
@@ -42,12 +42,16 @@ def _compiled(build: Callable[..., Any], constants: dict[str, Any], arch: str) -
 
 def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
     """What runs the launch for a call's values, on the current stream of its tensors' device: tvm-ffi asks torch."""
+    assert_plain(launch)
     constants = tuple(launch.constants.items())
     resolved = resolver(tuple(launch.args.values()), _of_tensor)
     build, order, present = launch.kernel, tuple(launch.args), _present(where.index or 0)
+    entry: Any = None  # compiled at the first call, and kept with the plan
 
     def run(values: Values) -> None:
-        _loaded(build, constants, order, present)(*resolved(values))
+        nonlocal entry
+        entry = entry or _loaded(build, constants, order, present)
+        entry(*resolved(values))
 
     return run
 
@@ -73,7 +77,7 @@ def _loaded(
     names = tuple(
         str(function.buffer_map[p].name) if p in function.buffer_map else str(p.name) for p in function.params
     )
-    assert not order or order == names, f"{build.__name__} takes {', '.join(names)}, the launch has {', '.join(order)}"
+    assert order == names, f"{build.__name__} takes {', '.join(names)}, the launch has {', '.join(order)}"
     kernel = tilelang.compile(function, target=_target(arch), execution_backend="tvm_ffi")
     return kernel.adapter.get_exportable_executable()["main"]  # not kernel(...): that sorts the arguments in Python
 

@@ -228,7 +228,14 @@ def _one_code(launch: Launch) -> bool:
     A parameter with a type is still specialized on divisibility by 16 and on 1, unless do_not_specialize names it.
     """
     typed = {p.name for p in launch.kernel.params if p.annotation_type and p.do_not_specialize}
-    return all(name in typed for name, x in launch.args.items() if isinstance(x, Scalar) and x.kind is int)
+    return not any(name not in typed and _has_integer(x) for name, x in launch.args.items())
+
+
+def _has_integer(x: Any) -> bool:
+    """Whether an argument, or one of a group of them, is an integer that a call brings."""
+    if isinstance(x, tuple) and not isinstance(x, TensorSpec):
+        return any(map(_has_integer, x))
+    return isinstance(x, Scalar) and x.kind is int
 
 
 def _options(launch: Launch, where: torch.device) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tilery.core.call import Call
 
 LAYOUTS = {"bshd": (0, 1, 2), "bhsd": (0, 2, 1), "thd": (None, 0, 1)}  # dimensions of sequences, tokens and heads
 FP8 = (DTYPES["e4m3"], DTYPES["e5m2"])
+_SMALLEST = 2.0**-126  # positive number of fp32 that is not denormal
 
 
 class Strides(NamedTuple):
@@ -52,7 +53,7 @@ FEW_SPLITS = 8  # a sequence with more splits than these has twice the least num
 
 
 def max_splits(splits: int, keys: int, min_keys: int) -> int:
-    """So many splits have a key where sequences have at most `keys`, by the rule that kernels split them with.
+    """Number of splits that have a key where sequences have at most `keys`, by the rule that kernels split them with.
 
     A split has `min_keys` keys or more, and twice as many where there are FEW_SPLITS all the same.
     """
@@ -77,6 +78,11 @@ class _HeadsCall(Call):
         """The factor of scores: the given one, or 1 / sqrt of a head's size where that is None."""
         default = self.head_dim**-0.5
         return self.scale.then(lambda given: default if given is None else given)
+
+    @property
+    def scale_is_positive(self) -> Scalar:
+        """Whether the factor is positive in fp32 too, where a tiny one would be 0."""
+        return self.softmax_scale.then(lambda scale: scale >= _SMALLEST)
 
 
 class AttentionCall(_HeadsCall):

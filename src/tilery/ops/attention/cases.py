@@ -175,6 +175,7 @@ def cases() -> list[Case]:
         case(m=40, heads=2, kv_heads=1, n=64, dtype="fp16", strength=1e3, scale=1.0),  # logits of ±1e4
         case(m=40, **small, dtype="fp32", scale=-0.5),
         case(m=20, **small, dtype="fp32", scale=0.0),
+        case(m=20, **small, dtype="fp32", scale=1e-50),  # 0 in fp32
         case(m=1, heads=2, kv_heads=1, n=64, dtype="fp16"),
         case(m=1, keys=100, heads=8, kv_heads=1, n=64, dtype="bf16", batch=2, order="bhsd"),
         case(m=5, keys=0, **small, dtype="fp32"),  # zeros, -inf

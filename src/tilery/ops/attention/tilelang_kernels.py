@@ -302,7 +302,7 @@ class AttentionDecode(Kernel):
         return Work(blocks, 4 * config.block_m * keys * size, nbytes)
 
     def _splits(self, call: PagedCall, config: Config) -> int:
-        """So many of the splits can have a key."""
+        """Number of splits that are launched: no more than the longest sequence can fill."""
         return max(min(config.splits, ceil_div(call.max_keys, config.block_n)), 1)
 
     def workspace(self, call: PagedCall, config: Config) -> dict[str, TensorSpec]:

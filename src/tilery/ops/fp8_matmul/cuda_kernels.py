@@ -78,6 +78,7 @@ class Fp8Matmul(Kernel):
         a, b, c = call.a, call.b, call.c
         maps = {"a_map": tensor_maps.of_matrix(a, config.block_m), "b_map": tensor_maps.of_matrix(b, config.block_n)}
         if config.large_m:
+            # Without a TMA store the kernel reads no map of c, but its parameter must be one.
             stored = tensor_maps.of_matrix(c, hopper_tiles.TMA_STORE_ROWS) if config.tma_store else maps["a_map"]
             maps["c_map"] = stored
         args = maps | _scales("a", call.a_scale) | _scales("b", call.b_scale)

@@ -58,7 +58,7 @@ def _fp8_gemm(
     n_first = j * BLOCK_N
     m, n, k = i * BLOCK_M + tl.arange(0, BLOCK_M), n_first + tl.arange(0, BLOCK_N), tl.arange(0, _K)
     if INT64:  # row * stride overflows int32 past 2**31 elements
-        m, n = m.to(tl.int64), n.to(tl.int64)
+        m, n, n_first = m.to(tl.int64), n.to(tl.int64), n_first.to(tl.int64)
     # Past the edges the last row and column are read again: a load without a mask is the faster.
     m_read, n_read = tl.minimum(m, M - 1), tl.minimum(n, N - 1)
     first = tl.program_id(1) * steps
@@ -69,16 +69,17 @@ def _fp8_gemm(
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for block in range(first, min(first + steps, tl.cdiv(K, _K))):
+        group = tl.cast(block, tl.int64) if INT64 else block
         a_tile = _operand(a_ptrs, k[None, :], K - block * _K, A_FORMAT, NATIVE, EVEN_K)
         b_tile = _operand(b_ptrs, k[:, None], K - block * _K, B_FORMAT, NATIVE, EVEN_K)
         if not GROUPED:
             acc = tl.dot(a_tile, b_tile, acc, max_num_imprecise_acc=_K)
         elif BLOCK_N <= _K:  # one scale of b for the tile
-            scale = tl.load(a_scales + block * a.scale_column) * tl.load(b_one + block * b.scale_column)
+            scale = tl.load(a_scales + group * a.scale_column) * tl.load(b_one + group * b.scale_column)
             acc += tl.dot(a_tile, b_tile) * scale[:, None]
         else:
-            scale = tl.load(a_scales + block * a.scale_column)
-            acc += tl.dot(a_tile, b_tile) * (scale[:, None] * tl.load(b_scales + block * b.scale_column)[None, :])
+            scale = tl.load(a_scales + group * a.scale_column)
+            acc += tl.dot(a_tile, b_tile) * (scale[:, None] * tl.load(b_scales + group * b.scale_column)[None, :])
         a_ptrs += _K
         b_ptrs += _K
     if not GROUPED:
@@ -187,7 +188,7 @@ class Fp8Gemm(Kernel):
             "A_FORMAT": _FORMATS[a.dtype], "B_FORMAT": _FORMATS[b.dtype], "NATIVE": native,
             "B_ROWS_PER_SCALE": b_rows_per_scale, "GROUPED": grouped,
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "GROUP_M": config.group_m, "EVEN_K": k % GROUP == 0,
-            "INT64": max(m * a.stride(0), n * b.stride(0), m * n) >= 2**30,
+            "INT64": max(m * n, _extent(m, k, a, a_scale_strides), _extent(n, k, b, b_scale_strides)) >= 2**30,
         }  # fmt: skip
         grid = _tiles(call, config.block_m, config.block_n), config.split_k
         product = Launch(_fp8_gemm, grid, args, constants, config.options)
@@ -196,6 +197,12 @@ class Fp8Gemm(Kernel):
         adding = {"PARTS": config.split_k, "BLOCK": _ADDED}
         parts = {"part_ptr": call.parts, "c_ptr": call.c, "size": m * n}
         return [product, Launch(_add_parts, ceil_div(m * n, _ADDED), parts, adding, config.options)]
+
+
+def _extent(rows: int, k: int, x: TensorSpec, scale_strides: list[int]) -> int:
+    """Elements from the first to the last of a matrix or of its scales, at most."""
+    row, column = scale_strides
+    return max(rows * x.stride(0), rows * row + ceil_div(k, GROUP) * column)
 
 
 def _stage(block_m: int, block_n: int) -> int:

@@ -90,9 +90,6 @@ class GatedBackward(NumbaRows):
 
 gated, gated_backward = Gated(), GatedBackward()
 
-# silu_mul_fp8
-
-
 # relu_squared
 
 

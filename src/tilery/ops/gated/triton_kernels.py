@@ -82,9 +82,6 @@ class GatedBackward(TritonRows):
 
 gated, gated_backward = Gated(), GatedBackward()
 
-# silu_mul_fp8
-
-
 # relu_squared
 
 

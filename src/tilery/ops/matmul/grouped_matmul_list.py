@@ -37,7 +37,9 @@ def grouped_matmul_list(
         joined, stacked, offsets = torch.cat(list(a)), torch.stack(list(b)), offsets.to(a[0].device)
     else:
         joined, stacked = _joined(a, [0, *ends]), _stacked(b)
-        if a[0].is_cuda:  # from pinned memory nobody waits for the copy
+        if a[0].is_cuda and torch.cuda.is_current_stream_capturing():  # a graph would read the host's memory again
+            offsets = torch.cat([torch.full((1,), end, dtype=torch.int32, device=a[0].device) for end in ends])
+        elif a[0].is_cuda:  # from pinned memory nobody waits for the copy
             offsets = offsets.pin_memory().to(a[0].device, non_blocking=True)
     return list(grouped_matmul(joined, stacked, offsets, backend=backend, config=config).split(rows))
 

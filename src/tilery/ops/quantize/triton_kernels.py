@@ -269,7 +269,8 @@ def _dequantize(
     pdl_wait()
     row, block = own_block(k, BLOCK, GRID)
     group = block * (BLOCK // _GROUP) + tl.arange(0, BLOCK // _GROUP)
-    scales = tl.load(s_ptr + row // HIGH * s_row + group * s_column, mask=within(group, groups, GRID))
+    columns = group.to(tl.int64) * s_column  # past 2**31 elements int32 overflows
+    scales = tl.load(s_ptr + row // HIGH * s_row + columns, mask=within(group, groups, GRID))
     cols = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     mask = within(cols, k, GRID)
     values = widen(tl.load(v_ptr + row * v_stride + cols, mask=mask, other=0), FORMAT, NATIVE)

@@ -116,7 +116,7 @@ def _pipeline_refusal(config: Config, inputs: tuple[TensorSpec, ...]) -> str | N
         return f"a pipeline of rows needs sm_{_HOPPER} or later, {x.device} is {card.arch}"
     if any(vector_width((i,), i.shape[-1], rows(i).stride) == 1 for i in inputs):
         return "rows must start and end at multiples of 16 bytes to pass through a pipeline"
-    need, most = _stage_bytes(config, len(inputs)), card.shared_per_block
+    need, most = _stage_bytes(config, len(inputs)), card.shared_per_block - _SPARE
     if need > most:
         return f"pipeline of {config.stages} stages takes {need} bytes of shared memory, {most} are there"
     least = -(-x.shape[-1] * x.dtype.itemsize // (config.cluster * config.threads * _CHUNK)) + 1

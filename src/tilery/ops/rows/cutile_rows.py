@@ -75,10 +75,14 @@ def configs(x: TensorSpec) -> list[Config]:
 
 
 class CutileRows(Kernel):
-    """A kernel whose blocks take whole rows of x."""
+    """A kernel whose tiles have some rows and columns."""
 
     archs = ARCHS
     Config = Config
+
+
+class WholeRows(CutileRows):
+    """A kernel whose blocks take whole rows of x."""
 
     def refusal(self, call: Call, config: Config | None = None) -> str | None:
         return two_level_refusal(call.x) or refusal(call.x, config or self.default(call))

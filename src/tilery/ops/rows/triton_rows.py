@@ -1,6 +1,6 @@
 """Triton kernels that work on rows element by element: a program takes a block of one row.
 
-Rows that lie end to end are one long row to these kernels (`shape.flat_rows`).
+Rows that lie end to end are one long row to these kernels (`base.rows.flat_rows`).
 """
 
 from dataclasses import dataclass

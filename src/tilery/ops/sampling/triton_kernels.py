@@ -12,6 +12,7 @@ from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
 from tilery.languages.triton_glue import pdl_wait
+from tilery.ops.memory import philox
 from tilery.ops.memory.philox import quarter
 
 
@@ -200,22 +201,17 @@ class Sample(Kernel):
     def launches(self, call: Call, config: Config) -> list[Launch]:
         m, n, stride = rows(call.logits)
         args = {"x_ptr": call.logits, "y_ptr": call.index, "x_stride": stride, "n": n, "quarter": quarter(n)}
-        args |= {"seed_low": call.seed.then(_low_word), "seed_high": call.seed.then(_high_word), "top_k": call.top_k}
+        args |= {
+            "seed_low": call.seed.then(philox.low_key),
+            "seed_high": call.seed.then(philox.high_key),
+            "top_k": call.top_k,
+        }
         args |= {"temperature": call.temperature, "top_p": call.top_p, "min_p": call.min_p}
         constants = {"BLOCK": config.block, "SHIFT": _SHIFT[call.logits.dtype]}
         # All registers that a program may have: ptxas would spill some so that more programs fit than there are rows.
         registers = gpu(call.logits.device).registers_per_sm // (32 * config.num_warps)
         options = {"num_warps": config.num_warps, "maxnreg": min(registers, _MOST_REGISTERS)}
         return [Launch(_sample, m, args, constants, options, pdl=True)]
-
-
-def _low_word(seed: int) -> int:
-    """The seed's low 32 bits as an int32."""
-    return (seed & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
-
-
-def _high_word(seed: int) -> int:
-    return _low_word(seed >> 32)
 
 
 # topk_softmax: a program takes some rows into registers and picks k times the largest of what is left.

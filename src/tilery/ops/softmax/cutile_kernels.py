@@ -5,7 +5,7 @@ import cuda.tile as ct
 from tilery.base.launch import Launch
 from tilery.base.rows import matrix
 from tilery.core.call import Call
-from tilery.ops.rows.cutile_rows import Config, CutileRows
+from tilery.ops.rows.cutile_rows import Config, WholeRows
 
 
 def _load(x, index, shape):
@@ -40,7 +40,7 @@ def _softmax_reread(x: ct.IndexedWithInt64, y: ct.IndexedWithInt64, ROWS: ct.Con
         ct.store(y, (row, i), y_tile.astype(y.dtype), allow_tma=False)
 
 
-class Softmax(CutileRows):
+class Softmax(WholeRows):
     def launches(self, call: Call, config: Config) -> list[Launch]:
         x, y = matrix(call.x), matrix(call.y)
         m, n = x.shape

@@ -150,7 +150,7 @@ class Attention(Kernel):
         )
         constants = {
             "GROUP": call.group, "D": call.head_dim, "E": call.value_dim, "M": config.tile_m, "N": config.tile_n,
-            "CAUSAL": call.causal, "POSITIVE": call.softmax_scale.then(lambda scale: scale > 0),
+            "CAUSAL": call.causal, "POSITIVE": call.scale_is_positive,
         }  # fmt: skip
         args = {"q": q, "k": k, "v": v, "out": out, "scale": call.softmax_scale}
         hints = {"num_worker_warps": config.num_worker_warps}

@@ -151,7 +151,7 @@ def _tile(call: PagedCall, config: Config) -> tuple[int, int]:
 
 
 def _splits(call: PagedCall, config: Config) -> int:
-    """So many of the splits can have a key."""
+    """Number of splits that are launched: no more than the longest sequence can fill."""
     return max(min(config.splits, ceil_div(call.max_keys, config.keys)), 1)
 
 

@@ -398,7 +398,7 @@ def _scale_first(call: AttentionCall) -> Any:
     """
     if call.softcap != 0 or any(x is not None for x in (call.q_scale, call.bias, call.slopes)):
         return True
-    return call.softmax_scale.then(lambda scale: not scale > 0)
+    return call.scale_is_positive.then(lambda positive: not positive)
 
 
 attention = Attention()

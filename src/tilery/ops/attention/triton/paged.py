@@ -50,7 +50,7 @@ def _shared(call: PagedCall, config: Config) -> int:
 
 
 def _fitting(call: PagedCall, block_m: int, block_n: int, splits: int, num_warps: int, num_stages: int) -> Config:
-    """With fewer stages or keys where shared memory is short; with less than three a load is waited for at once."""
+    """The config, with fewer stages or keys until it fits shared memory. Below three stages loads do not overlap."""
     scratch = 3 * 1024 if block_m >= 64 else 8 * 1024
     most = gpu(call.q.device).shared_per_block - scratch
     while _shared(call, config := Config(block_m, block_n, splits, num_warps, num_stages)) > most and block_n > 16:
@@ -82,7 +82,7 @@ class Paged(Kernel):
         return None
 
     def estimate(self, call: PagedCall, config: Config) -> Work:
-        """Few programs that share a row's keys are the same as many: what counts is what one of them reads."""
+        """Counts splits as programs of their own: the model compares what one program reads."""
         splits = max_splits(config.splits, call.visible_keys, config.min_keys)
         tiles, keys = ceil_div(call.rows, config.block_m), ceil_div(call.visible_keys, splits)
         read = 2 * keys * call.head_dim * call.k_cache.dtype.itemsize

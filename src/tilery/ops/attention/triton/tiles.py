@@ -14,6 +14,7 @@ from tilery.languages.triton_glue import Descriptor
 from tilery.ops.attention.call import AttentionCall
 from tilery.ops.attention.triton.softmax import clamped_span
 
+_BLOCKS = (16, 32, 64, 128, 256)  # `far` counts on it
 _TMA = 90  # the first architecture with TMA
 
 
@@ -31,8 +32,8 @@ class Tiles:
 
 
 def size_refusal(config: Tiles) -> str | None:
-    if any(size < 16 or size & (size - 1) for size in (config.block_m, config.block_n)):
-        return f"blocks must be powers of two from 16 on, got {config}"
+    if any(size not in _BLOCKS for size in (config.block_m, config.block_n)):
+        return f"blocks must be powers of two from 16 to 256, got {config}"
     return None
 
 

@@ -159,6 +159,7 @@ def _args(call: MatmulCall, config: Config) -> dict[str, Any]:
     }
     if config.large_m:
         c = call.out._replace(shape=(call.m, call.n), strides=(call.n, 1))
+        # Without a TMA store the kernel reads no map of c, but its parameter must be one.
         args["c_map"] = tensor_maps.of_matrix(c, hopper_tiles.TMA_STORE_ROWS) if config.tma_store else args["a_map"]
     return args | {"c": call.out, "m": call.m, "n": call.n, "k": call.k}
 

@@ -87,7 +87,7 @@ class Config:
     @property
     def tile_bytes(self) -> int:
         """Bytes of the tiles of a and b in a stage."""
-        return (self.block_m + self.block_n) * tensor_maps.SPAN * self.k_blocks_per_stage
+        return (self.block_m + self.block_n) * tensor_maps.SWIZZLE_BYTES * self.k_blocks_per_stage
 
     @property
     def stage_bytes(self) -> int:
@@ -112,7 +112,7 @@ class Config:
     @property
     def overread_bytes(self) -> int:
         """Bytes past the last stage that wgmma reads: it takes 64 rows, and there may be fewer. They do not matter."""
-        return 0 if self.large_m else max(64 - self.warpgroup_n - self.block_m, 0) * tensor_maps.SPAN
+        return 0 if self.large_m else max(64 - self.warpgroup_n - self.block_m, 0) * tensor_maps.SWIZZLE_BYTES
 
     @property
     def shared(self) -> int:

@@ -10,6 +10,7 @@ import triton.language as tl
 from tilery.base.spec import TensorSpec
 from tilery.hardware.gpu import gpu
 
+_BLOCKS = (16, 32, 64, 128, 256)  # `needs_int64` counts on it
 GROUP_M = 8  # rows of tiles that run together and share b in L2, where a config does not say it
 
 _HALF = (  # block_m, block_n, block_k, warps
@@ -142,8 +143,8 @@ def refusal(a: TensorSpec, config: Tiles | None) -> str | None:
     if config is None:
         return None
     sizes = config.block_m, config.block_n, config.block_k
-    if any(size < 16 or size & (size - 1) for size in sizes):
-        return f"blocks must be powers of two from 16 on, got {config}"
+    if any(size not in _BLOCKS for size in sizes):
+        return f"blocks must be powers of two from 16 to 256, got {config}"
     return shared_memory_refusal(a, config)
 
 

@@ -21,7 +21,7 @@ from tilery.ops.rows.numba_rows import Config, NumbaRows
 
 @jit
 def row_start(row, stride, heads, step):
-    """Elements before a row that lies as ops/rows/shape.py's TwoLevelRows says."""
+    """Elements before a row that lies as base/rows.py's TwoLevelRows says."""
     return row // heads * stride + row % heads * step
 
 

@@ -17,7 +17,7 @@ _WARPS = (1, 2, 4, 8, 16, 32)
 _MANY_WARPS = 16  # of a long row
 _LONGEST_KEPT = 32768  # values in the registers of 16 warps: 64 of 255 a lane, the rest are weights and addresses
 _VALUES_PER_LANE = 128
-_L1_TAKEN = 19 * 1024  # bytes of what a block may have as shared memory that other things take of the L1 cache
+_L1_TAKEN = 19 * 1024  # bytes of L1 and shared memory that do not cache rows: 208 of an H200's 227 KiB do
 _L1_BLOCK = 4096  # of a row that is read again from the L1 cache, so that registers are left for more programs
 
 
