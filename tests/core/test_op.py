@@ -136,5 +136,5 @@ def test_a_copy_of_an_op_is_the_op():
 
 
 def test_registry_names_are_the_public_names():
-    assert set(REGISTRY) <= set(tilery.__all__)
+    assert set(REGISTRY) <= set(tilery.__all__), "name a new op in catalogue.py"
     assert all(getattr(tilery, name) is op for name, op in REGISTRY.items())

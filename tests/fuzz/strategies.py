@@ -34,7 +34,7 @@ _SCALARS: dict[str, tuple[Any, ...]] = {
     "window": (0, 1, 2, 7, 33, 10**6, 2**63 - 1),
     "max_seqlen_q": (1, 2, 30, 70, 300),  # sequences that are longer are NaN
     "max_seqlen_k": (1, 2, 30, 80, 300),
-    "scale": (0.05, 0.125, 1.0, -0.3),
+    "scale": (0.05, 0.125, 1.0, -0.3, 1e-50),
     "seed": (0, 1, 2**31, 2**32 - 1, 2**40 + 5, 2**63 - 1),
 }
 _SMOOTH = {"p": 1.0, "temperature": 2.0, "top_p": 1.0, "min_p": 1.0, "label_smoothing": 1.0}  # any value up to these

@@ -6,12 +6,13 @@ from fuzz.child import Child
 from fuzz.fuzz import fuzz
 from fuzz.run import BAD_INPUT, NOT_DRAWN
 from tilery.core.op import REGISTRY
+from tilery.languages import language
 from tilery.measure.place import place
 
-ON_A_CPU = ("numba", "triton")  # where there is no GPU, Triton interprets
+GPU_ALONE = ("gluon", "tilelang", "cutile", "cuda", "cupy", "numba_cuda")
 KERNELS = [
     pytest.param(
-        op, kernel, id=f"{op.name}-{kernel}", marks=() if kernel.partition(".")[0] in ON_A_CPU else pytest.mark.gpu
+        op, kernel, id=f"{op.name}-{kernel}", marks=pytest.mark.gpu if language(kernel).name in GPU_ALONE else ()
     )
     for op in REGISTRY.values()
     for kernel in op.kernels

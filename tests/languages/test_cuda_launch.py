@@ -186,7 +186,7 @@ def test_a_tensor_map_is_made_of_the_tensor_that_comes(source, given, monkeypatc
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"args": {"x": X, "y": Y, "eps": EPS, "size": 3}}, "scale takes x, y, eps, n; .* names n, size besides"),
+        ({"args": {"x": X, "y": Y, "eps": EPS, "size": 3}}, "scale takes x, y, eps, n; .* lacks n and names size"),
         ({"constants": {"T": torch.float32}}, "scale has the template parameters T, WIDTH, got T"),
         ({"grid": (2, 3)}, "a grid of CUDA kernels here is one number"),
     ],

@@ -76,8 +76,8 @@ def test_a_kernel_is_told_of_its_threads_and_given_tuples(parallel, monkeypatch)
     ("args", "message"),
     [
         ({"target": TARGET, "count": 3, "value": NUMBER, "dtype": FP32},
-         "_fill takes threads, target, n, value, dtype; the launch names count, n besides or not"),
-        ({"target": TARGET, "n": 3, "value": NUMBER}, "_fill takes .*; the launch names dtype besides or not"),
+         "_fill takes target, n, value, dtype; the launch lacks n and names count, which it does not take"),
+        ({"target": TARGET, "n": 3, "value": NUMBER}, "_fill takes .*; the launch lacks dtype"),
     ],
 )  # fmt: skip
 def test_a_launch_that_does_not_fit_its_kernel_is_named(args, message):
@@ -87,7 +87,7 @@ def test_a_launch_that_does_not_fit_its_kernel_is_named(args, message):
 
 def test_a_kernel_whose_first_parameter_is_not_threads_is_named():
     kernel = numba_glue.kernel(lambda target: None)
-    with pytest.raises(AssertionError, match="takes target"):
+    with pytest.raises(AssertionError, match="first parameter of .* must be threads, got target"):
         numba_glue.bind(Launch(kernel, 1, {}), CPU)
 
 

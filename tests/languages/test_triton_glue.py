@@ -199,8 +199,8 @@ def test_the_interpreter_is_given_tensors_and_no_options(monkeypatch):
     ("more", "message"),
     [
         ({"args": {"x_ptr": X, "y_ptr": Y, "eps": EPS, "size": 32}},
-         "scale takes x_ptr, y_ptr, eps, n, BLOCK; the launch names n, size besides or not"),
-        ({"constants": {}}, "scale takes .*; the launch names BLOCK besides or not"),
+         "scale takes x_ptr, y_ptr, eps, n, BLOCK; the launch lacks n and names size, which it does not take"),
+        ({"constants": {}}, "scale takes .*; the launch lacks BLOCK"),
         ({"grid": Persistent(4)}, "a grid of Triton's is given by numbers"),
     ],
 )  # fmt: skip

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,8 @@ VALUES = (0, 1, 16, -100, 2**31, -(2**31) - 1, 2**40, 2**63 - 1, -(2**63))
 def test_one_compiled_code_serves_every_value():
     if why := languages.missing("triton"):
         pytest.skip(why)
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": paths}
     made = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300)
     assert made.returncode == 0, made.stderr
     found = json.loads(made.stdout)

@@ -4,7 +4,7 @@ A launch is described once, when a plan is made. Its arguments are numbers, know
 brings: `Argument` for a tensor, `Scalar` for a number that no decision depends on. The language's glue fills those in.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,13 @@ class Scalar:
         before = self.function
         return Scalar(self.slot, self.kind, function if before is None else lambda value: function(before(value)))
 
+    def _no_value(self, *_: Any) -> Any:
+        raise TypeError(
+            "a runtime scalar has no value in a plan: check it in check_runtime, change it by .then(function)"
+        )
+
+    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __bool__ = __add__ = __mul__ = __sub__ = __truediv__ = _no_value
+
     def value(self, values: Values) -> Any:
         given = values[self.slot]
         found = given if given is None else self.kind(given)  # an int is taken where a float is declared
@@ -104,6 +111,14 @@ class Launch:
     options: Mapping[str, Any] = field(default_factory=dict)  # warps, stages, threads, shared memory …
     cluster: int = 1  # thread blocks that run at once on one GPC and see each other's shared memory
     pdl: bool = False  # programmatic dependent launch: blocks may start while the kernel before ends
+
+
+def argument_mismatch(kernel: str, takes: Iterable[str], given: Iterable[str]) -> str:
+    """What is wrong with the names that a launch gives to a kernel; empty if nothing is."""
+    lacking, unknown = sorted(set(takes) - set(given)), sorted(set(given) - set(takes))
+    wrong = [f"lacks {', '.join(lacking)}"] if lacking else []
+    wrong += [f"names {', '.join(unknown)}, which it does not take"] if unknown else []
+    return f"{kernel} takes {', '.join(takes)}; the launch {' and '.join(wrong)}" if wrong else ""
 
 
 def assert_plain(launch: Launch) -> None:

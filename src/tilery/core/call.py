@@ -32,7 +32,7 @@ class Call:
     def extended(self, more: Mapping[str, Any]) -> Self:
         """The same call with more names."""
         both = set(self._values) & set(more)
-        assert not both, f"the call has {', '.join(both)} already"
+        assert not both, f"an output or workspace must not be called like an argument: {', '.join(both)}; rename it"
         return type(self)({**self._values, **more})
 
     def __repr__(self) -> str:

@@ -23,7 +23,7 @@ class Kernel:
 
     def default(self, call: Call) -> Any:
         """The config for a call that nobody has tuned."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must say its default config")
 
     def configs(self, call: Call) -> Sequence[Any]:
         """What a tuner tries for this call; none of them is refused."""
@@ -35,7 +35,7 @@ class Kernel:
 
     def launches(self, call: Call, config: Any) -> list[Launch | Host]:
         """What runs, in order. `call` has the outputs and the workspace too."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must say what it launches")
 
     def estimate(self, call: Call, config: Any) -> Work | None:
         """The work of one block, for the tuner to leave out configs that it models at more than twice the best."""

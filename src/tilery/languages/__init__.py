@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tilery.base.errors import BadInput
 from tilery.hardware import device
 
 
@@ -43,7 +44,11 @@ LANGUAGES = {
 
 
 def language(kernel: str) -> Language:
-    return LANGUAGES[kernel.partition(".")[0]]
+    name = kernel.partition(".")[0]
+    if name not in LANGUAGES:
+        known = ", ".join(LANGUAGES)
+        raise BadInput(f"kernel {kernel!r} is of no known language ({known}): name {name!r} in LANGUAGES")
+    return LANGUAGES[name]
 
 
 def load(kernel: str) -> ModuleType:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tilery.base.launch import argument_mismatch
+
 TENSOR_MAP = "TensorMap"
 _NUMBERS: dict[str, Any] = {
     "int": ctypes.c_int, "unsigned": ctypes.c_uint, "i64": ctypes.c_longlong, "long long": ctypes.c_longlong,
@@ -59,10 +61,7 @@ class Signature:
     def ordered(self, args: Mapping[str, Any]) -> tuple[Any, ...]:
         """The arguments in the kernel's order; those of a struct are a tuple, in its order."""
         wanted = [n for p in self.parameters for n in ([f.name for f in p.type.fields] if _is_struct(p) else [p.name])]
-        assert set(args) == set(wanted), (
-            f"{self.kernel} takes {', '.join(wanted)}; the launch names "
-            f"{', '.join(sorted(set(args) ^ set(wanted)))} besides or not"
-        )
+        assert not (wrong := argument_mismatch(self.kernel, wanted, args)), wrong
         return tuple(
             tuple(args[f.name] for f in p.type.fields) if _is_struct(p) else args[p.name] for p in self.parameters
         )

@@ -19,7 +19,7 @@ import torch
 from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, ScalarConstraint, export_kernel
 
 from tilery.base.errors import CompileFailed, ToolMissing
-from tilery.base.launch import Argument, Launch, Scalar, Values, assert_plain, resolver
+from tilery.base.launch import Argument, Launch, Scalar, Values, argument_mismatch, assert_plain, resolver
 from tilery.base.spec import Artifact, TensorSpec
 from tilery.hardware import toolkit
 
@@ -55,9 +55,7 @@ def _of_tensor(x: Argument) -> Callable[[Values], Any]:
 def _ordered(launch: Launch) -> tuple[Any, ...]:
     """Arguments and constants in the order of the kernel's parameters."""
     given, names = {**launch.args, **launch.constants}, inspect.signature(launch.kernel._pyfunc).parameters
-    assert set(given) == set(names), (
-        f"{launch.kernel._pyfunc.__name__} takes {', '.join(names)}, got {', '.join(given)}"
-    )
+    assert not (wrong := argument_mismatch(launch.kernel._pyfunc.__name__, names, given)), wrong
     return tuple(given[name] for name in names)
 
 

@@ -23,7 +23,7 @@ from numba.cuda import libdevice
 from numba.cuda.types import CPointer, float16, float32, int32, uint16, uint32
 
 from tilery.base.errors import CompileFailed
-from tilery.base.launch import Argument, Launch, Values, assert_plain, resolver
+from tilery.base.launch import Argument, Launch, Values, argument_mismatch, assert_plain, resolver
 from tilery.base.spec import Artifact
 from tilery.hardware import device, toolkit
 
@@ -130,9 +130,7 @@ def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
     """
     assert_plain(launch)
     kernel, names = launch.kernel, tuple(inspect.signature(launch.kernel.function.py_func).parameters)
-    assert set(names) == set(launch.args), (
-        f"{kernel.function.__name__} takes {', '.join(names)}, got {', '.join(launch.args)}"
-    )
+    assert not (wrong := argument_mismatch(kernel.function.__name__, names, launch.args)), wrong
     assert isinstance(launch.grid, int), "a grid of Numba's is one number"
     shape = _shape(launch.grid, kernel.threads)
     resolved = resolver(tuple(launch.args[name] for name in names), _of_tensor)

@@ -23,7 +23,7 @@ from numba import types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 from tilery.base import settings
-from tilery.base.launch import Argument, Launch, Scalar, Values, assert_plain, resolver
+from tilery.base.launch import Argument, Launch, Scalar, Values, argument_mismatch, assert_plain, resolver
 from tilery.base.spec import Artifact, TensorSpec
 
 _config: Any = numba.config
@@ -122,10 +122,8 @@ def _ordered(launch: Launch) -> tuple[Any, ...]:
     """Arguments and constants in the order of the kernel's parameters, but for the first, which is `threads`."""
     given, names = {**launch.args, **launch.constants}, inspect.signature(launch.kernel.py_func).parameters
     first, *rest = names
-    assert first == "threads" and set(given) == set(rest), (
-        f"{launch.kernel.__name__} takes {', '.join(names)}; the launch names "
-        f"{', '.join(sorted(set(given) ^ set(rest)))} besides or not"
-    )
+    assert first == "threads", f"the first parameter of {launch.kernel.__name__} must be threads, got {first}"
+    assert not (wrong := argument_mismatch(launch.kernel.__name__, rest, given)), wrong
     return tuple(given[name] for name in rest)
 
 

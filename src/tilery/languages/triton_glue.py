@@ -24,7 +24,7 @@ from triton.runtime.jit import create_function_from_signature
 from triton.tools import tensor_descriptor
 
 from tilery.base.errors import CompileFailed
-from tilery.base.launch import Argument, Launch, Scalar, Values, resolver
+from tilery.base.launch import Argument, Launch, Scalar, Values, argument_mismatch, resolver
 from tilery.base.spec import Artifact, TensorSpec
 from tilery.hardware import device, toolkit
 
@@ -168,10 +168,7 @@ def _ordered(launch: Launch) -> tuple[Any, ...]:
     """Arguments and constants in the order of the kernel's parameters."""
     given = {**launch.args, **launch.constants}
     names = launch.kernel.arg_names
-    assert set(given) == set(names), (
-        f"{launch.kernel.__name__} takes {', '.join(names)}; the launch names "
-        f"{', '.join(sorted(set(given) ^ set(names)))} besides or not"
-    )
+    assert not (wrong := argument_mismatch(launch.kernel.__name__, names, given)), wrong
     return tuple(given[name] for name in names)
 
 

@@ -174,8 +174,9 @@ def mla_decode(
     for b, length in enumerate(lengths.tolist()):
         if not 0 <= length <= max_keys:
             continue
-        keys = cache[b]
-        if block_table is not None:
+        if block_table is None:
+            keys = cache[b]
+        else:
             keys = in_order(cache, block_table[b, : -(-length // cache.shape[1])], torch.nan)
         for t in range(q.shape[1]):  # its heads are queries of one head, so that no key is copied for each
             seen = keys[: max(length - q.shape[1] + t + 1, 0)].unsqueeze(1)
