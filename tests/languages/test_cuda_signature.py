@@ -108,7 +108,7 @@ def test_arguments_come_in_the_kernels_order_and_a_structs_together():
         (lambda: find(SOURCE, "scale").ordered({"x": 1, "y": 2, "eps": 3, "n": 4, "step": 5}),
          "scale takes x, y, eps, n, stride; the launch lacks stride and names step, which it does not take"),
         (lambda: find(SOURCE, "scale_more").ordered({"rows": 1, "pair": 2, "count": 3, "exact": 4}),
-         "scale_more takes x, stride, m, n, first, second, wide, count, exact; the launch lacks .* and names pair, rows"),
+         "scale_more takes x, stride, m, n, first, second, wide, count, exact; the launch lacks .* names pair, rows"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_named(ask, message):

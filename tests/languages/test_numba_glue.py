@@ -87,7 +87,7 @@ def test_a_launch_that_does_not_fit_its_kernel_is_named(args, message):
 
 def test_a_kernel_whose_first_parameter_is_not_threads_is_named():
     kernel = numba_glue.kernel(lambda target: None)
-    with pytest.raises(AssertionError, match="first parameter of .* must be threads, got target"):
+    with pytest.raises(AssertionError, match=r"first parameter of .* must be threads, got target"):
         numba_glue.bind(Launch(kernel, 1, {}), CPU)
 
 

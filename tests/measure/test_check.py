@@ -73,6 +73,7 @@ def test_an_fp8_value_beside_the_right_one_is_found(per, monkeypatch):
 )
 def test_one_rounding_is_allowed_and_the_neighbour_is_not(dtype):
     ref = torch.randn(64, 33, dtype=torch.float64).clamp(-3, 3)
+    ref[40, 20] = 1.7  # a step of it is more than the slack below
     out = ref.float().to(dtype)
     assert 0.5 < judge(out, ref, 1e-9).excess <= 1 + 2**-12  # torch rounds a double to fp16 by way of fp32
     bits = out.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[out.itemsize])
@@ -80,6 +81,16 @@ def test_one_rounding_is_allowed_and_the_neighbour_is_not(dtype):
     found = judge(out, ref, 1e-9)
     assert found.excess > 1 and found.element == (40, 20)
     assert judge(out, ref, 1.0).excess < 1  # slack is for what comes before the rounding
+
+
+def test_short_rows_are_judged_by_the_size_of_all():
+    """A gradient near 0 is as good as the terms that cancelled in it; long rows say how large those were."""
+    ref = torch.ones(9, 1, dtype=torch.float64)
+    ref[8] = 1e-6
+    out = (ref + 1e-9 * torch.eye(9, 1).flip(0)).float()
+    assert judge(out, ref, 1e-7).excess < 1 < judge(out[8:], ref[8:], 1e-9).excess
+    wide = ref.expand(9, 64).contiguous()
+    assert judge((wide + 1e-9 * (wide < 1)).float(), wide, 1e-7).excess > 1
 
 
 def test_an_element_that_is_not_written_is_found(monkeypatch):

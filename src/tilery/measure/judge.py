@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 2**24  # elements compared at a time: float64 copies of a whole output would fill a laptop
+_SHORT = 8  # elements of a row
 _FLUSHED = 2.0**-126  # what is smaller may be flushed to zero on its way: the least normal fp32
 
 
@@ -25,14 +26,15 @@ def judge(out: Tensor, ref: Tensor, slack: float, whole: bool = False) -> Judged
 
     An element may be off by half a step of out's dtype at its own size, which is the last rounding, and by `slack`
     times (its own size + the rms of its row, along the last dimension), which is the arithmetic before. `whole`: the
-    rms of all rows stands for that of each, where terms of one size cancel in some rows and not in others.
+    rms of all rows stands for that of each, where terms of one size cancel in some rows and not in others. So it does
+    for short rows, which say too little of the size of their terms.
     """
     shape = ref.shape
     n = shape[-1] if ref.dim() and shape[-1] else 1
     difference = total = largest = excess = 0.0
     worst = start = 0
     rows = max(_CHUNK // n, 1)
-    scale = _rms(ref, n) if whole else None
+    scale = _rms(ref, n) if whole or n < _SHORT else None
     for o, r in zip(out.reshape(-1, n).split(rows), ref.reshape(-1, n).split(rows)):
         o, r = o.double(), r.double()
         finite = r.isfinite()

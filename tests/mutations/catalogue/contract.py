@@ -113,8 +113,8 @@ SPEC.add(
 
 CALL.add(
     "names-taken-twice",
-    'assert not both, f"the call has',
-    'assert both is not None, f"the call has',
+    'assert not both, f"an output',
+    'assert both is not None, f"an output',
     "test_call.py::test_a_longer_call_is_another_of_the_same_class",
 )
 CALL.add(
