@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 import tilery.ops  # noqa: F401  fills the registry
+from tilery.base.errors import TileryError
 from tilery.cli.common import parsed_case
 from tilery.core import plan as plan_module
 from tilery.core.op import REGISTRY
@@ -118,7 +119,11 @@ def main() -> None:
             if name not in before or name not in REGISTRY:
                 print(f"{name} {text}: not an op of both versions")
                 continue
-            found = measured(name, text, before, depth)
+            try:
+                found = measured(name, text, before, depth)
+            except (TileryError, NotImplementedError, RuntimeError) as error:  # it costs its own row
+                print(f"{name} {text}: {str(error).splitlines()[0][:160]}", flush=True)
+                continue
             ratio, low, high = found["after_before"]
             mark = "<" if high < 0.98 else " "
             print(

@@ -1,12 +1,13 @@
 """Host time that a direct call costs over the kernel's own launch.
 
-    python benchmarks/host_time.py
+    python benchmarks/host_time.py [OP…]
 
 `call` is `tilery.op(...)`; `launch` is the plan's `run` into outputs and workspace that exist already; `over` is the
 call with that launch left out: arguments, plan, outputs, device guard. It is timed apart, since a launch varies by more
 from one batch to the next than `over` is long. The least of many batches, so that other processes do not count.
 """
 
+import sys
 import time
 from math import prod
 
@@ -66,7 +67,8 @@ def host_times(op):
 
 if __name__ == "__main__":
     print(f"{'op':<36} {'kernel':<8} {'call':>8} {'launch':>8} {'over':>8}   µs")
-    rounds = [[host_times(op) for op in REGISTRY.values()] for _ in range(ROUNDS)]
-    for op, *found in zip(REGISTRY, *rounds):
+    names = sys.argv[1:] or list(REGISTRY)
+    rounds = [[host_times(REGISTRY[name]) for name in names] for _ in range(ROUNDS)]
+    for op, *found in zip(names, *rounds):
         least = [min(column) for column in zip(*(times for _, *times in found))]
         print(f"{op:<36} {found[0][0]:<8} " + " ".join(f"{t:8.2f}" for t in least))

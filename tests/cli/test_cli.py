@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 import plant
 from tilery.base import settings
+from tilery.base.errors import BadInput
 from tilery.cli import app, main
+from tilery.cli.common import parsed_case
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
 from tilery.workbench import bench, isolate
@@ -242,3 +244,19 @@ def test_bad_usage_exits_2_and_says_what_was_expected(words, message, monkeypatc
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2 and re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("op", REGISTRY.values(), ids=lambda op: op.name)
+def test_every_case_can_be_named_on_the_command_line(op):
+    """As tables print it, with the types that its inputs declare."""
+    for one in (c for cases in op.cases.values() for c in cases):
+        found = parsed_case(op, str(one)).params
+        assert found == one.params and list(map(type, found.values())) == list(map(type, one.params.values())), str(one)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("m=1,n=8,eps=small", "eps must be a number"), ("m=-1,n=8", "m must be a whole number")]
+)
+def test_a_value_of_another_type_is_named(text, said):
+    with pytest.raises(BadInput, match=said):
+        parsed_case(REGISTRY["rms_norm"], text)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 from rich.console import Console
@@ -82,20 +82,31 @@ def parsed_case(op: "Op", text: str) -> "Case":
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name not in known:
             raise BadInput(f"--case for {op.name} takes {', '.join(known)} as name=value, got {part!r}")
-        if known[name].annotation is int:
-            if not value.isdecimal():
-                raise BadInput(f"--case: {name} must be a whole number, got {value!r}")
-            params[name] = int(value)
-        elif known[name].annotation is bool:
-            if value not in ("True", "False"):
-                raise BadInput(f"--case: {name} must be True or False, got {value!r}")
-            params[name] = value == "True"
-        else:
-            params[name] = value
+        params[name] = _parsed(name, value, known[name])
     missing = [n for n, p in known.items() if p.default is inspect.Parameter.empty and n not in params]
     if missing:
         raise BadInput(f"--case for {op.name} needs {', '.join(missing)}, got {text!r}")
     return Case(params)
+
+
+def _parsed(name: str, value: str, parameter: inspect.Parameter) -> Any:
+    """A value of a case as the parameter declares it: `int`, `float | None`, …"""
+    kinds = get_args(parameter.annotation) or (parameter.annotation,)
+    if bool in kinds:
+        if value not in ("True", "False"):
+            raise BadInput(f"--case: {name} must be True or False, got {value!r}")
+        return value == "True"
+    if int in kinds:
+        below = isinstance(parameter.default, int) and parameter.default < 0
+        if not (value.removeprefix("-") if below else value).isdecimal():
+            raise BadInput(f"--case: {name} must be a whole number, got {value!r}")
+        return int(value)
+    if float in kinds:
+        try:
+            return float(value)
+        except ValueError:
+            raise BadInput(f"--case: {name} must be a number, got {value!r}") from None
+    return value
 
 
 class Product(NamedTuple):

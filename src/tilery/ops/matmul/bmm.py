@@ -13,7 +13,6 @@ from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
 from tilery.ops.matmul import contract
 from tilery.ops.matmul.call import layout
-from tilery.ops.matmul.contract import ALLOWED
 
 if TYPE_CHECKING:
     from tilery.models.model import Model
@@ -69,7 +68,8 @@ def model_sizes(model: "Model") -> list[dict[str, int]]:
 
 
 @op(
-    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs,
+    allowed=lambda call: contract.allowed_of_sums(call.a.dtype, call.a.shape[2]),
     kernels={
         "numba": "tilery.ops.matmul.numba.batched:bmm",
         "triton": "tilery.ops.matmul.triton.batched:bmm",

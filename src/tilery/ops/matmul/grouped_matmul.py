@@ -15,7 +15,6 @@ from tilery.core.op import op
 from tilery.core.peers import Saved, baselines
 from tilery.ops.matmul import contract
 from tilery.ops.matmul.call import GroupedCall, groups_hit, layout
-from tilery.ops.matmul.contract import ALLOWED
 
 if TYPE_CHECKING:
     from tilery.models.model import Model
@@ -149,7 +148,8 @@ _EXPERTS = [
 
 
 @op(
-    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED,
+    check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs,
+    allowed=lambda call: contract.allowed_of_sums(call.a.dtype, call.k),
     call_type=GroupedCall,
     kernels={
         "numba": "tilery.ops.matmul.numba.batched:grouped_matmul",

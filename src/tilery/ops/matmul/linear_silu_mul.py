@@ -43,7 +43,7 @@ def allowed(call: LinearSiluMulCall) -> dict[torch.dtype, float]:
     """A product of two sums has the error of both."""
     if call.precision == "tf32":
         return {dtype: 3 * most for dtype, most in contract.ALLOWED_TF32.items()}
-    return contract.ALLOWED
+    return contract.allowed_of_sums(call.a.dtype, call.k)
 
 
 def _torch(x: Tensor, weight: Tensor, precision: str) -> Tensor:

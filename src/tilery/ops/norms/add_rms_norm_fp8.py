@@ -30,12 +30,17 @@ def _cost(call: Call) -> Cost:
     return least._replace(writes=sum(spec.nbytes for spec in _outputs(call).values()))
 
 
-def _inputs(m: int, n: int, dtype: str = "bf16", **how: Any) -> dict[str, Any]:
+def _inputs(
+    m: int, n: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none", batch: int = 0,
+    eps: float = 1e-6, offset: float = 0.0, per: str = "token", scales: str = "row", pow2: bool = False,
+    format: str = "e4m3", device: str = "cuda", seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
     """The inputs of rms_norm_fp8 and a residual, all multiples of 1/32: their sum needs no rounding in any dtype, so
     that the reference quantises the very sum that kernels do."""
-    given: dict[str, Any] = plain.inputs(m, n, dtype, **how)
-    g = draw.generator(how.get("seed", 0) + 1, how.get("device", "cuda"))
-    residual = rows.draw(m, n, dtype, g, "contiguous", "none", how.get("batch", 0))
+    given: dict[str, Any] = plain.inputs(
+        m, n, dtype, layout, special, batch, eps, offset, per, scales, pow2, format, device, seed
+    )
+    residual = rows.draw(m, n, dtype, draw.generator(seed + 1, device), "contiguous", "none", batch)
     for t in (given["x"], residual):
         t.copy_((t * 32).round().div(32).where(~t.isfinite() | (t.abs() < 4), 1.0))
     return {"x": given["x"], "residual": residual, **given}
