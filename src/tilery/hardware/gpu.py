@@ -12,7 +12,10 @@ import torch
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 
 _KIB, _MIB = 2**10, 2**20
-_CLUSTERS = 90  # the first architecture with thread block clusters
+# The first architecture that has something: its number.
+HOPPER = 90  # wgmma, which is Hopper's alone
+PDL = TMA = CLUSTERS = HOPPER
+FP8_CONVERSION = 89
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Gpu:
     @property
     def largest_cluster(self) -> int:
         """Blocks of a cluster that every such device is promised to run at once."""
-        return 8 if self.number >= _CLUSTERS else 1
+        return 8 if self.number >= CLUSTERS else 1
 
 
 def arch_number(arch: str) -> int:

@@ -19,6 +19,7 @@ from tilery.base.errors import CompileFailed
 from tilery.base.launch import Argument, Launch, Persistent, Values, resolver
 from tilery.base.spec import Artifact
 from tilery.hardware import device, toolkit
+from tilery.hardware.gpu import PDL
 from tilery.languages import cuda_signature
 from tilery.languages.cuda_compiler import Built, compile_source, headers
 from tilery.languages.cuda_signature import TENSOR_MAP, Signature, Struct
@@ -26,7 +27,6 @@ from tilery.languages.cuda_source import Source
 
 TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
-_PDL = 90  # the first architecture whose kernels may start while the one before ends
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 
 
@@ -194,7 +194,7 @@ def _clusters_of(blocks: int) -> Any:
 
 
 def _has_pdl(arch: str) -> bool:
-    return device.number(arch) >= _PDL
+    return device.number(arch) >= PDL
 
 
 @functools.cache

@@ -27,8 +27,8 @@ from tilery.base.errors import CompileFailed
 from tilery.base.launch import Argument, Launch, Scalar, Values, argument_mismatch, resolver
 from tilery.base.spec import Artifact, TensorSpec
 from tilery.hardware import device, toolkit
+from tilery.hardware.gpu import PDL
 
-_PDL = 90  # the first architecture with programmatic dependent launch
 _FEW = 264  # programs: two for each SM of an H200
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when a kernel is decorated
 
@@ -236,7 +236,7 @@ def _has_integer(x: Any) -> bool:
 
 
 def _options(launch: Launch, where: torch.device) -> dict[str, Any]:
-    pdl = launch.pdl and device.arch_number(where) >= _PDL
+    pdl = launch.pdl and device.arch_number(where) >= PDL
     return {**launch.options, **({"launch_pdl": True} if pdl else {})}
 
 
@@ -256,7 +256,7 @@ def _compiled(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], 
         )
     target = GPUTarget("cuda", device.number(arch), 32)
     backend = make_backend(target)
-    if pdl := pdl and target.arch >= _PDL:
+    if pdl := pdl and target.arch >= PDL:
         options = options | {"launch_pdl": True}
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, _ = bind(*arguments, **options)

@@ -132,6 +132,12 @@ DISPATCH.add(
 # Launches as data
 
 RESOLVED = "test_launch.py::test_groups_keep_their_kind_at_any_depth"
+DISPATCH.add(
+    "sizes-of-zero-taken",
+    "return config_refusal(kernel, config) or kernel.refusal(call, config)",
+    "return kernel.refusal(call, config)",
+    "test_config_refusals.py::test_sizes_below_one_and_odd_warps_are_refused[silu_mul-triton]",
+)
 LAUNCH.add(
     "offset-of-a-view-of-a-view-forgotten",
     "made.offset = self.offset + step",
@@ -209,7 +215,7 @@ BIND.add(
 )
 BIND.add(
     "dependent-launch-on-any-device",
-    "pdl = launch.pdl and device.arch_number(where) >= _PDL",
+    "pdl = launch.pdl and device.arch_number(where) >= PDL",
     "pdl = launch.pdl",
     "test_triton_glue.py::test_a_kernel_is_launched_as_a_dependent_where_it_says_so_and_the_device_can",
 )

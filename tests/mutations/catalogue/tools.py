@@ -83,10 +83,17 @@ CLI.add(
 )
 CLI.add(
     "case-of-text",
-    "if known[name].annotation is int:",
-    "if known[name].annotation is None:",
+    "if int in kinds:",
+    "if None in kinds:",
     "test_cli.py::test_check_takes_a_case_by_its_numbers",
-    inside="parsed_case",
+    inside="_parsed",
+)
+CLI.add(
+    "floats-of-a-case-stay-text",
+    "return float(value)",
+    "return value",
+    "test_cli.py::test_every_case_can_be_named_on_the_command_line[rms_norm]",
+    inside="_parsed",
 )
 
 PATCH.add(

@@ -176,3 +176,9 @@ OTHERS.add(
     "wanted = top_p * _amount(x_ptr, n, least * 0 - 2**31, top, scale, False, BLOCK, SHIFT)",
     "test_sample.py::test_top_p_is_a_share_of_what_top_k_leaves",
 )
+OTHERS.add(
+    "far-scales-of-fp8-in-32-bits",
+    "max(m * n, _extent(m, k, a, a_scale_strides), _extent(n, k, b, b_scale_strides))",
+    "max(m * n, m * a.stride(0), n * b.stride(0))",
+    "test_far_scales.py::test_fp8_matmul_counts_far_scales_in_64_bits",
+)

@@ -9,10 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tilery.hardware.gpu import gpu
+from tilery.hardware.gpu import FP8_CONVERSION, gpu
 from tilery.ops.quantize import formats
 
-_NATIVE = 89  # the first architecture that converts to fp8 and back
 _TINY_BITS = tl.constexpr(int(torch.tensor(formats.TINY).view(torch.int32)))
 _LARGEST_E4M3, _LARGEST_E5M2 = tl.constexpr(formats.LARGEST["e4m3"]), tl.constexpr(formats.LARGEST["e5m2"])
 _NAN_FROM = tl.constexpr(0x7F800001)  # magnitudes above infinity's
@@ -26,7 +25,7 @@ def as_bytes(values: Any) -> Any:
 def native(where: torch.device) -> bool:
     """Whether the device converts to fp8 itself: what kernels take as NATIVE."""
     interpreted = not isinstance(quantize, triton.JITFunction)  # its cast is not to nearest even
-    return not interpreted and gpu(where).number >= _NATIVE
+    return not interpreted and gpu(where).number >= FP8_CONVERSION
 
 
 @triton.jit

@@ -10,9 +10,9 @@ from tilery.base.spec import Bucket, Case, Cost, TensorSpec, case, dtype_name
 from tilery.core import inputs
 from tilery.core.call import Call
 from tilery.hardware import device
+from tilery.hardware.gpu import CLUSTERS
 
 _FEW = 32  # rows, which leave SMs idle unless a row is shared by several
-_CLUSTERS = 90  # the first architecture with clusters
 
 
 def cuda_first(few: int, many: int = 2**62, of: str = "x") -> Callable[[Call], str | None]:
@@ -26,7 +26,7 @@ def cuda_first(few: int, many: int = 2**62, of: str = "x") -> Callable[[Call], s
         x: TensorSpec = getattr(call, of)
         m, n, stride = rows(x)
         long = n >= (few if m <= _FEW else many)
-        clusters = x.device.type == "cuda" and device.arch_number(x.device) >= _CLUSTERS
+        clusters = x.device.type == "cuda" and device.arch_number(x.device) >= CLUSTERS
         return "cuda" if long and x.aligned and not (n | stride) % 8 and clusters else None
 
     return first

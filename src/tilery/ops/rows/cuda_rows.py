@@ -13,12 +13,11 @@ from tilery.base.rows import rows
 from tilery.base.spec import TensorSpec
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
-from tilery.hardware.gpu import ARCHS, Gpu, gpu
+from tilery.hardware.gpu import ARCHS, CLUSTERS, TMA, Gpu, gpu
 from tilery.languages.cuda_source import Source, vector_width
 from tilery.ops.rows.thread_blocks import THREADS, Blocks, threads, threads_refusal
 
-_CLUSTERS = (1, 2, 4, 8)
-_HOPPER = 90  # the first architecture with clusters and with bulk copies that signal an mbarrier
+_CLUSTER_SIZES = (1, 2, 4, 8)
 _LONG = 65536  # rows that are worth a cluster on every SM
 _CHUNK = 32  # bytes of an input in a stage, for each thread
 _SPARE = 1024  # bytes of shared memory that each block has besides its stages
@@ -49,16 +48,16 @@ def threads_for(n: int, cluster: int) -> int:
 def cluster_refusal(x: TensorSpec, config: Clusters | None) -> str | None:
     if config is None:
         return None
-    if config.cluster not in _CLUSTERS:
-        return f"cluster must be one of {', '.join(map(str, _CLUSTERS))}, got {config.cluster}"
+    if config.cluster not in _CLUSTER_SIZES:
+        return f"cluster must be one of {', '.join(map(str, _CLUSTER_SIZES))}, got {config.cluster}"
     if config.cluster > gpu(x.device).largest_cluster:
-        return f"clusters need sm_{_HOPPER} or later, {x.device} is {gpu(x.device).arch}"
+        return f"clusters need sm_{CLUSTERS} or later, {x.device} is {gpu(x.device).arch}"
     return threads_refusal(config)
 
 
 def clusters(x: TensorSpec) -> tuple[int, ...]:
     """How many blocks a cluster may have."""
-    return tuple(c for c in _CLUSTERS if c <= gpu(x.device).largest_cluster)
+    return tuple(c for c in _CLUSTER_SIZES if c <= gpu(x.device).largest_cluster)
 
 
 def spread(x: TensorSpec, busy: int = 0) -> int:
@@ -74,7 +73,7 @@ def spread(x: TensorSpec, busy: int = 0) -> int:
 
 def cluster_configs(x: TensorSpec) -> list[Clusters]:
     """With few idle threads."""
-    found = [Clusters(t, c) for c in _CLUSTERS for t in THREADS if t == THREADS[0] or 4 * c * t < x.shape[-1]]
+    found = [Clusters(t, c) for c in _CLUSTER_SIZES for t in THREADS if t == THREADS[0] or 4 * c * t < x.shape[-1]]
     return [c for c in found if cluster_refusal(x, c) is None]
 
 
@@ -91,7 +90,7 @@ def fits_registers(x: TensorSpec, config: Clusters, more: int = 1) -> bool:
 
 
 def _has_bulk_copies(card: Gpu) -> bool:
-    return card.number >= _HOPPER
+    return card.number >= TMA  # whose bulk copies signal an mbarrier
 
 
 def _stage_bytes(config: Config, inputs: int) -> int:
@@ -103,7 +102,7 @@ def _pipelines(inputs: tuple[TensorSpec, ...]) -> list[Config]:
     most = gpu(inputs[0].device).shared_per_block - _SPARE
     return [
         Config(threads, cluster, stages=most // each // (threads * _CHUNK * len(inputs)))
-        for cluster in _CLUSTERS[:3]
+        for cluster in _CLUSTER_SIZES[:3]
         for each in (2, 1, 3)
         for threads in (1024, 512, 256)
     ]
@@ -113,7 +112,7 @@ def _pipeline_refusal(config: Config, inputs: tuple[TensorSpec, ...]) -> str | N
     x = inputs[0]
     card = gpu(x.device)
     if not _has_bulk_copies(card):
-        return f"a pipeline of rows needs sm_{_HOPPER} or later, {x.device} is {card.arch}"
+        return f"a pipeline of rows needs sm_{TMA} or later, {x.device} is {card.arch}"
     if any(vector_width((i,), i.shape[-1], rows(i).stride) == 1 for i in inputs):
         return "rows must start and end at multiples of 16 bytes to pass through a pipeline"
     need, most = _stage_bytes(config, len(inputs)), card.shared_per_block - _SPARE

@@ -51,18 +51,20 @@ class AttentionBackward(Kernel):
 
     def launches(self, call: BackwardCall, config: Config) -> list[Launch]:
         tensors = Tensors(
-            call.q, call.k, call.v, call.result, call.dout, call.lse, call.dlse, call.dq, call.dk, call.dv,
-            call.cu_seqlens_q, call.cu_seqlens_k,
+            q=call.q, k=call.k, v=call.v, out=call.result, dout=call.dout, lse=call.lse, dlse=call.dlse,
+            dq=call.dq, dk=call.dk, dv=call.dv, cu_q=call.cu_seqlens_q, cu_k=call.cu_seqlens_k,
         )  # fmt: skip
         q, k, v, out, dout, dq, dk, dv = (
             tuple(step * call.q.dtype.itemsize for step in call.strides(x))
             for x in (call.q, call.k, call.v, call.result, call.dout, call.dq, call.dk, call.dv)
         )
-        strides = Strides(q, k, v, out, dout, tuple(step * 4 for step in call.lse_strides), dq, dk, dv)
+        lse = tuple(step * 4 for step in call.lse_strides)
+        strides = Strides(q=q, k=k, v=v, out=out, dout=dout, lse=lse, dq=dq, dk=dk, dv=dv)
         sizes = Sizes(
-            call.batch, call.kv_heads, call.group, call.queries, call.keys, call.head_dim, call.value_dim,
-            call.tokens if call.packed else 0, call.key_tokens if call.packed else 0, int(call.causal),
-            DTYPE_CODES[call.q.dtype],
+            batch=call.batch, kv_heads=call.kv_heads, group=call.group, queries=call.queries, keys=call.keys,
+            head=call.head_dim, value=call.value_dim, packed=call.tokens if call.packed else 0,
+            packed_keys=call.key_tokens if call.packed else 0, causal=int(call.causal),
+            dtype=DTYPE_CODES[call.q.dtype],
         )  # fmt: skip
         args = {
             "memory": call.memory, "pitch": call.memory.shape[1], "rows": config.rows,

@@ -115,11 +115,10 @@ class Attention(NumbaAttention):
 
     def sizes(self, call: AttentionCall) -> Sizes:
         packed = (call.tokens, call.key_tokens) if call.packed else (0, 0)
-        sizes = Sizes(
-            call.batch, call.kv_heads, call.group, call.queries, call.keys,
-            call.q.shape[-1], call.k.shape[-1], call.value_dim,
+        return Sizes(
+            batch=call.batch, kv_heads=call.kv_heads, group=call.group, queries=call.queries, keys=call.keys,
+            q=call.q.shape[-1], k=call.k.shape[-1], v=call.value_dim, packed=packed[0], packed_keys=packed[1],
         )  # fmt: skip
-        return sizes._replace(packed=packed[0], packed_keys=packed[1])
 
     def arguments(self, call: AttentionCall) -> Arguments:
         lse, bias, mask = call.lse, call.bias, call.key_mask
@@ -133,11 +132,13 @@ class Attention(NumbaAttention):
         if mask is not None:
             strides = strides._replace(key_mask=mask.stride(0), key_mask_key=mask.stride(1))
         tensors = Tensors(
-            call.q, call.k, call.v, call.out, lse, cu_q=call.cu_seqlens_q, cu_k=call.cu_seqlens_k, key_mask=mask,
-            bias=bias, slopes=call.slopes, sinks=call.sinks, q_scale=call.q_scale, k_scale=call.k_scale,
-            v_scale=call.v_scale,
+            q=call.q, k=call.k, v=call.v, out=call.out, lse=lse, cu_q=call.cu_seqlens_q, cu_k=call.cu_seqlens_k,
+            key_mask=mask, bias=bias, slopes=call.slopes, sinks=call.sinks, q_scale=call.q_scale,
+            k_scale=call.k_scale, v_scale=call.v_scale,
         )  # fmt: skip
-        scoring = Scoring(call.softmax_scale, float(call.softcap), call.effective_window, int(call.causal))
+        scoring = Scoring(
+            scale=call.softmax_scale, softcap=float(call.softcap), window=call.effective_window, causal=int(call.causal)
+        )
         dtypes = _dtypes(call)._replace(bias=0 if bias is None else DTYPE_CODES[bias.dtype])
         return Arguments(tensors, strides, self.sizes(call), scoring, dtypes)
 
@@ -160,8 +161,8 @@ class Mla(Attention):
         by_query, by_key = call.strides(call.q_rope), call.strides(call.k_rope)._replace(head=0)
         strides = _of_qkv(call)._replace(q_rope=_bytes(call.q, *by_query), k_rope=_bytes(call.k, *by_key))
         tensors = Tensors(
-            call.q, call.k, call.v, call.out, q_rope=call.q_rope, k_rope=call.k_rope, cu_q=call.cu_seqlens_q,
-            cu_k=call.cu_seqlens_k,
+            q=call.q, k=call.k, v=call.v, out=call.out, q_rope=call.q_rope, k_rope=call.k_rope,
+            cu_q=call.cu_seqlens_q, cu_k=call.cu_seqlens_k,
         )  # fmt: skip
         scoring = Scoring(call.softmax_scale, causal=int(call.causal))
         return Arguments(tensors, strides, self.sizes(call), scoring, _dtypes(call))
@@ -171,8 +172,8 @@ class AttentionChunked(NumbaAttention):
     def sizes(self, call: PagedCall) -> Sizes:
         size, packed = call.head_dim, call.q.shape[0] if call.cu_seqlens_q is not None else 0
         return Sizes(
-            call.batch, call.kv_heads, call.group, call.queries, call.max_keys, size, size, size,
-            page=call.page, packed=packed, pages=call.k_cache.shape[0],
+            batch=call.batch, kv_heads=call.kv_heads, group=call.group, queries=call.queries, keys=call.max_keys,
+            q=size, k=size, v=size, page=call.page, packed=packed, pages=call.k_cache.shape[0],
         )  # fmt: skip
 
     def arguments(self, call: PagedCall) -> Arguments:
@@ -180,14 +181,14 @@ class AttentionChunked(NumbaAttention):
         by_page = _bytes(k, *k.strides[:3])
         of_out = (*([] if call.cu_seqlens_q is None else [0]), *out.strides[:-1])
         strides = Strides(
-            _bytes(q, *call.q_strides), by_page, by_page, _bytes(out, *of_out), table=call.table_stride * 4,
-            k_scale=_per_head(call.k_scale), v_scale=_per_head(call.v_scale),
+            q=_bytes(q, *call.q_strides), k=by_page, v=by_page, out=_bytes(out, *of_out),
+            table=call.table_stride * 4, k_scale=_per_head(call.k_scale), v_scale=_per_head(call.v_scale),
         )  # fmt: skip
         tensors = Tensors(
-            q, k, call.v_cache, out, cu_q=call.cu_seqlens_q, lengths=call.lengths, table=call.block_table,
-            sinks=call.sinks, k_scale=call.k_scale, v_scale=call.v_scale,
+            q=q, k=k, v=call.v_cache, out=out, cu_q=call.cu_seqlens_q, lengths=call.lengths,
+            table=call.block_table, sinks=call.sinks, k_scale=call.k_scale, v_scale=call.v_scale,
         )  # fmt: skip
-        scoring = Scoring(call.softmax_scale, float(call.softcap), call.effective_window, 1)
+        scoring = Scoring(scale=call.softmax_scale, softcap=float(call.softcap), window=call.effective_window, causal=1)
         dtypes = Dtypes(DTYPE_CODES[q.dtype], DTYPE_CODES[k.dtype], DTYPE_CODES[out.dtype])
         return Arguments(tensors, strides, self.sizes(call), scoring, dtypes)
 
@@ -204,20 +205,27 @@ class MlaDecode(NumbaAttention):
     def sizes(self, call: MlaDecodeCall) -> Sizes:
         latent, width = call.latent_dim, call.latent_dim + call.rope_dim
         return Sizes(
-            call.batch, 1, call.heads, call.queries, call.max_keys, latent, width, latent,
-            q_rope=call.rope_dim, page=call.page, pages=call.cache.shape[0],
+            batch=call.batch, kv_heads=1, group=call.heads, queries=call.queries, keys=call.max_keys,
+            q=latent, k=width, v=latent, q_rope=call.rope_dim, page=call.page, pages=call.cache.shape[0],
         )  # fmt: skip
 
     def arguments(self, call: MlaDecodeCall) -> Arguments:
         q, cache, lse = call.q, call.cache, call.lse
         by_page = _bytes(cache, cache.stride(0), cache.stride(1), 0)
         strides = Strides(
-            _bytes(q, *q.strides[:3]), by_page, by_page, _bytes(call.out, *call.out.strides[:3]),
-            _bytes(lse, lse.stride(0), lse.stride(2), lse.stride(1)), _bytes(q, *call.q_rope.strides[:3]),
-            table=call.table_stride * 4,
+            q=_bytes(q, *q.strides[:3]), k=by_page, v=by_page, out=_bytes(call.out, *call.out.strides[:3]),
+            lse=_bytes(lse, lse.stride(0), lse.stride(2), lse.stride(1)),
+            q_rope=_bytes(q, *call.q_rope.strides[:3]), table=call.table_stride * 4,
         )  # fmt: skip
         tensors = Tensors(
-            q, cache, cache, call.out, lse, q_rope=call.q_rope, lengths=call.lengths, table=call.block_table
+            q=q,
+            k=cache,
+            v=cache,
+            out=call.out,
+            lse=lse,
+            q_rope=call.q_rope,
+            lengths=call.lengths,
+            table=call.block_table,
         )
         code = DTYPE_CODES[q.dtype]
         scoring = Scoring(call.softmax_scale, causal=1)

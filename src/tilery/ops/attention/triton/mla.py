@@ -10,13 +10,11 @@ from tilery.base.integers import ceil_div
 from tilery.base.launch import Launch
 from tilery.base.spec import Work
 from tilery.core.kernel import Kernel
-from tilery.hardware.gpu import ARCHS, gpu
+from tilery.hardware.gpu import ARCHS, HOPPER, gpu
 from tilery.ops.attention.call import MlaCall
 from tilery.ops.attention.triton import tiles
 from tilery.ops.attention.triton.softmax import LOG2E, finish_softmax, key_range, online_softmax, visible
 from tilery.ops.attention.triton.tiles import CuSeqlens, Tiles, fill_rows, load_rows, packed_span, scheduled
-
-_HOPPER = 90  # other architectures were not measured
 
 
 class SharedStrides(NamedTuple):
@@ -156,7 +154,7 @@ class Mla(Kernel):
         if call.q.dtype == torch.float32:
             return Tiles(16, 16, 4, 1)
         found = [Tiles(128, 32, 8, 2), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 1)]
-        if gpu(call.q.device).number == _HOPPER:
+        if gpu(call.q.device).number == HOPPER:  # others were not measured
             found = [Tiles(128, 128, 8, 2, tma=True), Tiles(128, 64, 8, 3)]  # 128 keys by pointers spill registers
         return next(c for c in found if self.refusal(call, c) is None)
 

@@ -15,7 +15,7 @@ from tilery.base.integers import ceil_div
 from tilery.base.launch import Launch
 from tilery.base.spec import TensorSpec, Work
 from tilery.core.kernel import Kernel
-from tilery.hardware.gpu import ARCHS, gpu
+from tilery.hardware.gpu import ARCHS, HOPPER, gpu
 from tilery.languages.triton_glue import pdl_launch_dependents, pdl_wait
 from tilery.ops.attention.call import MlaDecodeCall
 from tilery.ops.attention.triton import softmax
@@ -27,8 +27,6 @@ from tilery.ops.attention.triton.softmax import (
     split_keys,
     store_partial,
 )
-
-_HOPPER = 90  # with wgmma, which takes 64 keys at a time
 
 
 class Queries(NamedTuple):
@@ -230,7 +228,7 @@ class MlaDecode(Kernel):
         rows, device = call.rows, gpu(call.q.device)
         if call.q.dtype == torch.float32:
             return Config(16, 16, True, 256, 64, num_warps=8, num_stages=1)
-        if device.number != _HOPPER:
+        if device.number != HOPPER:  # wgmma takes 64 keys at a time
             small = rows <= 16 or device.shared_per_block < 160 * 1024
             return Config(16 if small else 32, 32, True, 256, 64, num_warps=4 if small else 8, num_stages=2)
         stages = 3 if 0 < call.page < 64 else 2

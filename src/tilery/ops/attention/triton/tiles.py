@@ -9,13 +9,12 @@ import triton.language as tl
 from tilery.base.integers import next_power_of_2
 from tilery.base.launch import Argument
 from tilery.base.spec import TensorSpec
-from tilery.hardware.gpu import gpu
+from tilery.hardware.gpu import TMA, gpu
 from tilery.languages.triton_glue import Descriptor
 from tilery.ops.attention.call import AttentionCall
 from tilery.ops.attention.triton.softmax import clamped_span
 
 _BLOCKS = (16, 32, 64, 128, 256)  # `far` counts on it
-_TMA = 90  # the first architecture with TMA
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ def shared_refusal(where: TensorSpec, config: object, need: int) -> str | None:
 def tma_refusal(call: AttentionCall, what: str, *tensors: TensorSpec) -> str | None:
     """Why TMA cannot load from these tensors, which are called `what`; the interpreter takes it too."""
     device = gpu(call.q.device)
-    if device.number < _TMA:
-        return f"TMA is there from sm_{_TMA} on, this is {device.arch}"
+    if device.number < TMA:
+        return f"TMA is there from sm_{TMA} on, this is {device.arch}"
     for x in tensors:
         _, strides = _matrices(call, x)
         if not all(x.shape):
