@@ -5,7 +5,7 @@ window or there at all come with masks. Heads whose size is no power of two lie 
 with two tiles, 80 as 64 and 16, ptxas 12.8 made code that was wrong.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -16,8 +16,9 @@ from tilery.base.launch import Argument, Launch
 from tilery.base.spec import Work, dtype_name
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
-from tilery.ops.attention.call import AttentionCall, broadcast_stride
-from tilery.ops.attention.triton import tiles
+from tilery.ops.attention.call import AttentionCall
+from tilery.ops.attention.triton import arguments, tiles
+from tilery.ops.attention.triton.arguments import Fp8Scales, Scoring, Sizes
 from tilery.ops.attention.triton.softmax import (
     LOG2E,
     begin_softmax,
@@ -29,48 +30,6 @@ from tilery.ops.attention.triton.softmax import (
 )
 from tilery.ops.attention.triton.tiles import CuSeqlens, Tiles, fill_rows, load_rows, packed_span, scheduled
 from tilery.ops.quantize.triton_fp8 import native, widen
-
-
-class Lse(NamedTuple):
-    ptr: Any  # None where it is not asked for
-    sequence: int  # strides
-    head: int
-
-
-class KeyMask(NamedTuple):
-    ptr: Any
-    sequence: int
-    key: int
-
-
-class Bias(NamedTuple):
-    ptr: Any
-    sequence: int
-    head: int
-    query: int
-    key: int
-
-
-class Scoring(NamedTuple):
-    """What makes logits of products of queries and keys."""
-
-    scale: Any
-    window: int
-    softcap: float
-    slopes_ptr: Any
-    sinks_ptr: Any
-
-
-class Fp8Scales(NamedTuple):
-    q_ptr: Any
-    k_ptr: Any
-    v_ptr: Any
-
-
-class Sizes(NamedTuple):
-    heads: int
-    queries: int  # of a sequence, or all packed tokens
-    keys: int
 
 
 @triton.jit
@@ -332,7 +291,8 @@ class Attention(Kernel):
         args = {
             **_operands(call, config),
             "q_strides": call.strides(call.q), "k_strides": call.strides(call.k), "v_strides": call.strides(call.v),
-            "out_strides": call.strides(call.out), "lse": _lse(call), "key_mask": _key_mask(call), "bias": _bias(call),
+            "out_strides": call.strides(call.out), "lse": arguments.lse(call),
+            "key_mask": arguments.key_mask(call), "bias": arguments.bias(call),
             "scoring": Scoring(
                 call.softmax_scale, call.effective_window, float(call.softcap), call.slopes, call.sinks
             ),
@@ -371,23 +331,6 @@ def _operands(call: AttentionCall, config: Tiles) -> dict[str, Any]:
 def _known(x: Argument) -> Argument:
     """The tensor, as bytes where it is fp8 and Triton does not know that."""
     return x._replace(dtype=torch.uint8) if x.dtype.itemsize == 1 and not native(x.device) else x
-
-
-def _lse(call: AttentionCall) -> Lse:
-    if call.packed:
-        return Lse(call.lse, 0, 0 if call.lse is None else call.lse.stride(0))
-    return Lse(call.lse, broadcast_stride(call.lse, 0), broadcast_stride(call.lse, 1))
-
-
-def _key_mask(call: AttentionCall) -> KeyMask:
-    mask = call.key_mask
-    as_bytes = None if mask is None else mask._replace(dtype=torch.uint8)
-    return KeyMask(as_bytes, broadcast_stride(mask, 0), broadcast_stride(mask, 1))
-
-
-def _bias(call: AttentionCall) -> Bias:
-    sequence, head, query, key = (broadcast_stride(call.bias, dim) for dim in range(4))
-    return Bias(call.bias, sequence, head, query, key)
 
 
 def _scale_first(call: AttentionCall) -> Any:
