@@ -20,6 +20,17 @@ def test_outputs_hold_what_no_kernel_writes(dtype):
     assert (found == found[0, 0]).all() and found[0, 0] <= -400
 
 
+@pytest.mark.parametrize(("at", "count", "said"), [(-1, 1, "1 elements before it"), (15, 2, "2 elements behind it")])
+def test_a_write_outside_of_an_output_is_found(monkeypatch, at, count, said):
+    def outside(x, y):
+        y.copy_(torch.softmax(x.double(), -1))
+        y.as_strided((count,), (1,), y.storage_offset() + at).fill_(0)
+
+    plant.instead(monkeypatch, OP, "numba", outside, "x", "y")
+    with pytest.raises(Wrong, match=f"wrote outside of an output or workspace: {said}"):
+        check(OP, "numba", case(m=3, n=5, dtype="fp16"), "cpu")
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_one_element_that_is_off_is_found(monkeypatch, dtype):
     """Over all elements it is nothing; at its own place it is far more than rounding may leave."""

@@ -77,6 +77,14 @@ def hint_refusal(num_worker_warps: int, occupancy: int | None = None, **sizes: i
     return None
 
 
+def stores_by_tma(x: TensorSpec) -> bool:
+    """Whether `ct.store` may use TMA: of a single row it writes all 16 bytes of the last part, also behind the row.
+
+    Where there are several rows of such a length, cuTile itself uses no TMA.
+    """
+    return x.shape[-1] * x.dtype.itemsize % 16 == 0
+
+
 def grid_refusal(blocks: int) -> str | None:
     return f"needs {blocks} blocks, and cuTile launches at most {_MOST_BLOCKS}" if blocks > _MOST_BLOCKS else None
 

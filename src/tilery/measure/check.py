@@ -1,5 +1,6 @@
 """Is a kernel right? Poisoned outputs, a float64 reference, and refusals held to what the case declares."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from tilery.measure.result import Row
 # Finite, far from any result: an element that is not written gives itself away even where NaN is right.
 _POISON = {torch.float8_e4m3fn: -416.0, torch.int8: -99, torch.uint8: 199, torch.bool: True}
 _POISON_ELSE = -24576
+_GUARD = 512  # bytes of poison before and behind each output: a write there is seen
 _PEER_ALLOWED = 2e-2  # of what reads 16 bits or fewer: some round between their steps
 _PEER_SLACK = 8 * _PEER_ALLOWED
 
@@ -75,8 +77,28 @@ def error(out: Tensor, ref: Tensor) -> float:
     return judge(out, ref, 0.0).error
 
 
-def poisoned(spec: Any) -> Tensor:
+def poisoned(spec: TensorSpec) -> Tensor:
     return spec.empty().fill_(_POISON.get(spec.dtype, _POISON_ELSE))
+
+
+class Guards:
+    """Poisoned memory for the outputs and the workspace of a call, and more of it around them."""
+
+    def __init__(self) -> None:
+        self._around: list[Tensor] = []
+
+    def allocate(self, spec: TensorSpec) -> Tensor:
+        size, lead = spec.dtype.itemsize, _GUARD // spec.dtype.itemsize
+        end = lead + (1 + sum((n - 1) * step for n, step in zip(spec.shape, spec.strides)) if spec.nbytes else 0)
+        memory = poisoned(TensorSpec.contiguous((end + _GUARD // size,), spec.dtype, spec.device))
+        self._around += [memory[:lead], memory[end:]]
+        return memory.as_strided(spec.shape, spec.strides, lead)
+
+    def require_kept(self, where: str) -> None:
+        for side, guard in zip(itertools.cycle(("before", "behind")), self._around):
+            wrong = _bits(guard) != _bits(poisoned(TensorSpec.of(guard)))
+            if count := int(wrong.view(len(guard), -1).any(1).sum()):
+                raise Wrong(f"{where}: wrote outside of an output or workspace: {count} elements {side} it")
 
 
 def check(op: Op, kernel: str, case: Case, target: Any, seed: int | None = None, config: Any = None) -> Checked:
@@ -87,24 +109,27 @@ def check(op: Op, kernel: str, case: Case, target: Any, seed: int | None = None,
 
 def check_call(
     op: Op, kernel: str, args: tuple[Any, ...], where: str, config: Any = None, right: Right | None = None,
-    allocate: Callable[[TensorSpec], Tensor] = poisoned,
+    allocate: Callable[[TensorSpec], Tensor] | None = None,
 ) -> Checked:  # fmt: skip
     """`check` for given arguments; `where` is what is checked, in words. `right`: what `reference` said of them.
 
-    `allocate` makes the outputs, then the workspace.
+    `allocate` makes the outputs, then the workspace, instead of `Guards`.
     """
     where += f" {config}" if config is not None else ""
     call = op.call(op.specs(args))
     if why := policy.refusal(op, kernel, call, config):
         return Checked((), why)
     plan = policy.decide(op, call, kernel, config)
-    outs, workspace = (tuple(map(allocate, specs)) for specs in (plan.outs, plan.workspace))
+    guards = Guards()
+    outs, workspace = (tuple(map(allocate or guards.allocate, specs)) for specs in (plan.outs, plan.workspace))
 
     def launch(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
         plan.launch(outs, args, workspace)
         return outs
 
-    return judge_call(op, where, args, launch, Limits.of(op, call), right)
+    found = judge_call(op, where, args, launch, Limits.of(op, call), right)
+    guards.require_kept(where)
+    return found
 
 
 def reference(op: Op, args: Sequence[Any]) -> Right:

@@ -12,6 +12,12 @@ CHECK.add(
     "test_check_limits.py::test_outputs_hold_what_no_kernel_writes",
 )
 CHECK.add(
+    "writes-behind-an-output-not-seen",
+    "self._around += [memory[:lead], memory[end:]]",
+    "self._around += [memory[:lead], memory[:lead]]",
+    "test_check_limits.py::test_a_write_outside_of_an_output_is_found",
+)
+CHECK.add(
     "inputs-may-be-written",
     "name not in op.mutates and not torch.equal(_bits(a), _bits(b))",
     "name in op.mutates and not torch.equal(_bits(a), _bits(b))",

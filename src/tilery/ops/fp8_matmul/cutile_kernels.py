@@ -19,7 +19,8 @@ _ZERO = ct.PaddingMode.ZERO
 
 @ct.kernel
 def _fp8_matmul(
-    a, a_scale, b, b_scale, c, TILE_M: ct.Constant[int], TILE_N: ct.Constant[int], FAST: ct.Constant[bool]
+    a, a_scale, b, b_scale, c,
+    TILE_M: ct.Constant[int], TILE_N: ct.Constant[int], FAST: ct.Constant[bool], TMA_STORE: ct.Constant[bool],
 ):  # fmt: skip
     i, j = grouped_tile(ct.bid(0), ct.cdiv(c.shape[0], TILE_M), ct.cdiv(c.shape[1], TILE_N))
     acc = ct.zeros((TILE_M, TILE_N), ct.float32)
@@ -30,7 +31,7 @@ def _fp8_matmul(
         scale = scale * ct.load(b_scale, (j * TILE_N // GROUP, k), (1, 1))
         product = ct.mma(a_tile, b_tile, ct.zeros((TILE_M, TILE_N), ct.float32), use_fast_acc=FAST)
         acc = acc + product * scale
-    ct.store(c, (i, j), acc.astype(c.dtype))  # what lies outside of c is dropped
+    ct.store(c, (i, j), acc.astype(c.dtype), allow_tma=TMA_STORE)  # what lies outside of c is dropped
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Fp8Matmul(Kernel):
             return [Host(Tensor.zero_, (call.c,))]
         args = {"a": call.a, "a_scale": call.a_scale, "b": call.b, "b_scale": call.b_scale, "c": call.c}
         constants = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "FAST": config.fast}
+        constants["TMA_STORE"] = cutile_glue.stores_by_tma(call.c)
         options = {"num_worker_warps": config.num_worker_warps, "num_ctas": config.num_ctas}
         return [Launch(_fp8_matmul, _tiles(call, config), args, constants, options)]
 

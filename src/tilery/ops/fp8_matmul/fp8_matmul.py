@@ -95,6 +95,8 @@ def _deepgemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype:
             case(m=65, n=129, k=384, dtype="e4m3", out="fp32"),  # odd rows, a block of one column
             case(m=65, n=129, k=384, dtype="e4m3", dtype_b="e5m2", out="fp32", refused_by=MIXED),
             case(m=1, n=200, k=256, dtype="e4m3", out="bf16"),  # one row
+            case(m=1, n=129, k=384, dtype="e4m3", out="fp16"),  # one that does not end on 16 bytes
+            case({"cuda": "16 bytes"}, m=1, n=1, k=384, layout_b="misaligned"),  # nor start there
             case(m=1, n=1, k=128, dtype="e4m3", out="fp32", scales="row"),
             case(m=0, n=64, k=128, dtype="e4m3", out="bf16"),  # nothing to launch
             case(m=64, n=0, k=128, dtype="e4m3", out="fp16"),

@@ -30,6 +30,8 @@ class Specialization(NamedTuple):
 
 def product(of: Specialization, config: Any):
     n, k, format, out, even, a_ones, b_ones = of
+    # Of a single row TileLang would load 16 bytes at a time, from where that may not be aligned.
+    b_rows = n if even else T.dynamic("b_rows")
     m, lda, ldb = T.dynamic("m"), T.dynamic("lda", "int64"), T.dynamic("ldb", "int64")
     a_steps = tuple(1 if one else T.dynamic(f"a_step{d}", "int64") for d, one in enumerate(a_ones))
     b_steps = tuple(1 if one else T.dynamic(f"b_step{d}", "int64") for d, one in enumerate(b_ones))
@@ -98,7 +100,7 @@ def product(of: Specialization, config: Any):
         def whole(
             a: T.StridedTensor((m, k), (lda, 1), format),
             a_scale: T.StridedTensor((m, blocks), a_steps, "float32"),
-            b: T.StridedTensor((n, k), (ldb, 1), format),
+            b: T.StridedTensor((b_rows, k), (ldb, 1), format),
             b_scale: T.StridedTensor((high, blocks), b_steps, "float32"),
             c: T.Tensor((m, n), out),
         ):
@@ -112,7 +114,7 @@ def product(of: Specialization, config: Any):
     def split(
         a: T.StridedTensor((m, k), (lda, 1), format),
         a_scale: T.StridedTensor((m, blocks), a_steps, "float32"),
-        b: T.StridedTensor((n, k), (ldb, 1), format),
+        b: T.StridedTensor((b_rows, k), (ldb, 1), format),
         b_scale: T.StridedTensor((high, blocks), b_steps, "float32"),
         c: T.Tensor((m, n), out),
         c_parts: T.Tensor((parts, m, n), "float32"),

@@ -84,6 +84,7 @@ def model_sizes(model: "Model") -> list[dict[str, int]]:
             case(batch=2, m=65, n=33, k=97, dtype="bf16", layout_b="transposed"),
             case(batch=5, m=1, n=40, k=64, dtype="bf16", layout_b="transposed"),  # one row each
             case(batch=1, m=20, n=24, k=64, dtype="fp16"),
+            case(batch=1, m=1, n=33, k=64, dtype="fp16"),  # a single row that does not end on 16 bytes
             case(batch=2, m=1, n=1, k=1, dtype="fp32"),
             case(batch=0, m=16, n=16, k=16, dtype="fp16"),  # nothing to launch
             case(batch=2, m=0, n=16, k=16, dtype="fp32"),

@@ -41,11 +41,14 @@ def _matmul(n: int, k: int, dtype: str, trans_a: bool, trans_b: bool, even: bool
     m, lda, ldb = T.dynamic("m"), T.dynamic("lda", "int64"), T.dynamic("ldb", "int64")
     bm, bn, bk = config.block_m, config.block_n, config.block_k
     stages = config.stages if even else 0  # element by element there is nothing asynchronous to pipeline
+    rows_a, rows_b = k if trans_a else m, n if trans_b else k
+    if not even:  # of a single row TileLang would load 16 bytes at a time, from where that may not be aligned
+        rows_a, rows_b = T.dynamic("rows_a") if trans_a else m, T.dynamic("rows_b")
 
     @T.prim_func
     def matmul(
-        a: T.StridedTensor((k, m) if trans_a else (m, k), (lda, 1), dtype),
-        b: T.StridedTensor((n, k) if trans_b else (k, n), (ldb, 1), dtype),
+        a: T.StridedTensor((rows_a, m if trans_a else k), (lda, 1), dtype),
+        b: T.StridedTensor((rows_b, k if trans_b else n), (ldb, 1), dtype),
         c: T.Tensor((m, n), dtype),
     ):
         with T.Kernel(T.ceildiv(m, bm), T.ceildiv(n, bn), threads=config.threads) as (i, j):

@@ -65,10 +65,13 @@ struct OnlineSoftmax {
                 }
         }
     }
-    // Whether the maximum of any row of the warp grew or any row is NaN. The result depends on the whole row_sum, so
-    // the compiler does not move a wait that depends on it in front of the exponentials, as it does with other waits.
-    __device__ bool any_max_grew() const {
-        return __any_sync(0xffffffff, max_grew || !(row_sum[0] + row_sum[1] >= 0.0f));
+    // Whether the maximum of any row of the warp grew.
+    __device__ bool any_max_grew() const { return __any_sync(0xffffffff, max_grew); }
+    // Keeps the next warpgroup_wait behind the exponentials. ptxas moves a wait up to the last instruction with a side
+    // effect, and this is one that needs all of row_sum. It never happens: no sum of exponentials is negative.
+    __device__ void keep_wait_behind() const {
+        const float sum = row_sum[0] + row_sum[1];
+        asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000;\n@p trap; }" ::"f"(sum) : "memory");
     }
     template <int COUNT>
     __device__ void rescale_output(float (&acc)[COUNT]) const {
@@ -261,11 +264,10 @@ struct Mainloop {
             OrderBarrier<WARPGROUPS>::arrive(warpgroup);
             warpgroup_wait<1>(), warpgroup_fence_operand(scores), k.consumer_release();
             apply_softmax(b);
-            if (softmax.any_max_grew()) {
-                warpgroup_wait_all(acc), softmax.rescale_output(acc);
-            } else {
-                warpgroup_wait_all(acc);
-            }
+            softmax.keep_wait_behind();
+            // Not in a branch: all warps of a warpgroup must execute the same wait, and any_max_grew differs among them.
+            warpgroup_wait_all(acc);
+            if (softmax.any_max_grew()) softmax.rescale_output(acc);
             v.consumer_release();
             warpgroup_fence_operand(p);  // the wgmma read it until now
             convert_p<T>(p, scores);

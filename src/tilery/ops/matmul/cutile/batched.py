@@ -12,6 +12,7 @@ from tilery.base.spec import Work
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
+from tilery.languages import cutile_glue
 from tilery.ops.matmul.call import GroupedCall, batched_work
 from tilery.ops.matmul.cutile import tiles
 from tilery.ops.matmul.cutile.tiles import Config, enough_tiles, grouped_tile
@@ -23,7 +24,10 @@ _ZERO = ct.PaddingMode.ZERO
 
 
 @ct.kernel
-def _bmm(a, b, c, TILE_M: ct.Constant[int], TILE_N: ct.Constant[int], TILE_K: ct.Constant[int]):
+def _bmm(
+    a, b, c,
+    TILE_M: ct.Constant[int], TILE_N: ct.Constant[int], TILE_K: ct.Constant[int], TMA_STORE: ct.Constant[bool],
+):  # fmt: skip
     tiles_m, tiles_n = ct.cdiv(c.shape[1], TILE_M), ct.cdiv(c.shape[2], TILE_N)
     batch = ct.bid(0) // (tiles_m * tiles_n)
     i, j = grouped_tile(ct.bid(0) % (tiles_m * tiles_n), tiles_m, tiles_n)
@@ -33,7 +37,8 @@ def _bmm(a, b, c, TILE_M: ct.Constant[int], TILE_N: ct.Constant[int], TILE_K: ct
         b_tile = ct.load(b, (batch, k, j), (1, TILE_K, TILE_N), padding_mode=_ZERO)
         # float32 is multiplied as float32: for tf32 one would have to cast
         acc = ct.mma(ct.reshape(a_tile, (TILE_M, TILE_K)), ct.reshape(b_tile, (TILE_K, TILE_N)), acc)
-    ct.store(c, (batch, i, j), ct.reshape(acc.astype(c.dtype), (1, TILE_M, TILE_N)))  # what lies outside is dropped
+    c_tile = ct.reshape(acc.astype(c.dtype), (1, TILE_M, TILE_N))
+    ct.store(c, (batch, i, j), c_tile, allow_tma=TMA_STORE)  # what lies outside of c is dropped
 
 
 class Bmm(Kernel):
@@ -61,7 +66,8 @@ class Bmm(Kernel):
         if call.a.shape[2] == 0:  # a sum of nothing; TMA cannot describe an empty array
             return [Host(Tensor.zero_, (call.c,))]
         args, options = {"a": call.a, "b": call.b, "c": call.c}, {"num_worker_warps": config.num_worker_warps}
-        return [Launch(_bmm, _tiles(call, config), args, config.constants, options)]
+        constants = {**config.constants, "TMA_STORE": cutile_glue.stores_by_tma(call.c)}
+        return [Launch(_bmm, _tiles(call, config), args, constants, options)]
 
 
 def _tiles(call: Call, config: Config) -> int:

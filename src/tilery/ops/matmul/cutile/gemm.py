@@ -17,28 +17,34 @@ from tilery.ops.matmul.cutile.tiles import enough_tiles, grouped_tile
 _ZERO = ct.PaddingMode.ZERO
 
 
-def _multiply(a, b, c, i, j, TILE_M, TILE_N, TILE_K):
+def _multiply(a, b, c, i, j, TILE_M, TILE_N, TILE_K, TMA_STORE):
     """a and b carry their strides: row- and column-major ones are read alike."""
     acc = ct.zeros((TILE_M, TILE_N), ct.float32)
     for k in range(ct.num_tiles(a, 1, (TILE_M, TILE_K))):
         a_tile = ct.load(a, (i, k), (TILE_M, TILE_K), padding_mode=_ZERO)
         b_tile = ct.load(b, (k, j), (TILE_K, TILE_N), padding_mode=_ZERO)
         acc = ct.mma(a_tile, b_tile, acc)  # float32 is multiplied as float32: for tf32 one would have to cast
-    ct.store(c, (i, j), acc.astype(c.dtype))  # what lies outside of c is dropped
+    ct.store(c, (i, j), acc.astype(c.dtype), allow_tma=TMA_STORE)  # what lies outside of c is dropped
 
 
 @ct.kernel
-def _matmul(a, b, c, TILE_M: ct.Constant[int], TILE_N: ct.Constant[int], TILE_K: ct.Constant[int]):
+def _matmul(
+    a, b, c,
+    TILE_M: ct.Constant[int], TILE_N: ct.Constant[int], TILE_K: ct.Constant[int], TMA_STORE: ct.Constant[bool],
+):  # fmt: skip
     i, j = grouped_tile(ct.bid(0), ct.cdiv(c.shape[0], TILE_M), ct.cdiv(c.shape[1], TILE_N))
-    _multiply(a, b, c, i, j, TILE_M, TILE_N, TILE_K)
+    _multiply(a, b, c, i, j, TILE_M, TILE_N, TILE_K, TMA_STORE)
 
 
 @ct.kernel
-def _matmul_persistent(a, b, c, TILE_M: ct.Constant[int], TILE_N: ct.Constant[int], TILE_K: ct.Constant[int]):
+def _matmul_persistent(
+    a, b, c,
+    TILE_M: ct.Constant[int], TILE_N: ct.Constant[int], TILE_K: ct.Constant[int], TMA_STORE: ct.Constant[bool],
+):  # fmt: skip
     tiles_m, tiles_n = ct.cdiv(c.shape[0], TILE_M), ct.cdiv(c.shape[1], TILE_N)
     for tile in range(ct.bid(0), tiles_m * tiles_n, ct.num_blocks(0)):
         i, j = grouped_tile(tile, tiles_m, tiles_n)
-        _multiply(a, b, c, i, j, TILE_M, TILE_N, TILE_K)
+        _multiply(a, b, c, i, j, TILE_M, TILE_N, TILE_K, TMA_STORE)
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,7 @@ class Matmul(Kernel):
         if config.persistent:
             kernel, blocks = _matmul_persistent, min(blocks, gpu(call.a.device).sms // config.num_ctas)
         constants = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "TILE_K": config.tile_k}
+        constants["TMA_STORE"] = cutile_glue.stores_by_tma(call.c)
         options = {"num_worker_warps": config.num_worker_warps, "num_ctas": config.num_ctas}
         return [Launch(kernel, blocks, {"a": call.a, "b": call.b, "c": call.c}, constants, options)]
 
