@@ -122,14 +122,14 @@ def paged_attention(
             inverse, logsum = finish_softmax(row_max, row_sum + wrong)
             ct.store(out, where, (acc * inverse).astype(out.dtype).reshape((1, TOKENS, 1, HEADS, D)))
             if LSE:
+                # Without TMA, which may write behind a single row; partial_stats has more than one.
                 ct.store(lse, (b, token, kv_head, head), logsum.reshape(row), allow_tma=False)
         else:
             batch = q.shape[0]
             at = split * batch + b
             ct.store(partial_out, (at, token, kv_head, head, 0), acc.reshape((1, TOKENS, 1, HEADS, D)))
-            ct.store(partial_stats, (at, token, kv_head, head), row_max.reshape(row), allow_tma=False)
-            below = LAUNCHED_SPLITS * batch + at
-            ct.store(partial_stats, (below, token, kv_head, head), row_sum.reshape(row), allow_tma=False)
+            ct.store(partial_stats, (at, token, kv_head, head), row_max.reshape(row))
+            ct.store(partial_stats, (LAUNCHED_SPLITS * batch + at, token, kv_head, head), row_sum.reshape(row))
 
 
 @ct.kernel
