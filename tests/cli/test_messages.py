@@ -140,12 +140,14 @@ STOPPED = """
 """
 
 
-@pytest.mark.parametrize("ending", ["ends", "hangs"])
-def test_one_interrupt_ends_a_bench_and_a_second_ends_it_at_once(tmp_path, ending):
+@pytest.mark.parametrize(
+    ("ending", "number"), [("ends", signal.SIGINT), ("ends", signal.SIGTERM), ("hangs", signal.SIGINT)]
+)
+def test_one_interrupt_ends_a_bench_and_a_second_ends_it_at_once(tmp_path, ending, number):
     words = ("bench", "softmax", "--case", "m=1,n=8,dtype=fp32", "-b", "numba", "--peers", "none")
     child = command(ending, *words, script=STOPPED, env={**os.environ, "TILERY_DATA_DIR": str(tmp_path)})
     worker = os.pidfd_open(int(child.stderr.readline()))
-    child.send_signal(signal.SIGINT)
+    child.send_signal(number)
     if ending == "hangs":
         assert child.stderr.readline() == "ending\n"
         child.send_signal(signal.SIGINT)

@@ -76,11 +76,11 @@ def _one_line(
 _usual = warnings.formatwarning
 
 
-# Ctrl-C
+# Ctrl-C, and SIGTERM, which is how others end a process
 
 
 class Verbs(TyperGroup):
-    """The verbs: a Ctrl-C ends each of them with a line that says what is kept."""
+    """The verbs: a Ctrl-C or SIGTERM ends each of them with a line that says what is kept."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -92,8 +92,9 @@ class Verbs(TyperGroup):
 
 
 def _kill_children() -> None:
-    if child := sys.modules.get("tilery.measure.child"):  # else there are none
-        child.kill_all()
+    for name in ("tilery.measure.child", "tilery.workbench.sanitize"):
+        if module := sys.modules.get(name):  # else there are none
+            module.kill_all()
 
 
 class _Interrupts:
@@ -101,22 +102,25 @@ class _Interrupts:
 
     def __init__(self) -> None:
         self.came = False
-        self.before = signal.getsignal(signal.SIGINT)
+        usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+        # Not where one is ignored, as SIGINT is behind nohup.
+        self.before = {number: handler for number, handler in usual.items() if signal.getsignal(number) is handler}
 
     def install(self) -> None:
-        if self.before is signal.default_int_handler:  # not where SIGINT is ignored, as it is behind nohup
-            signal.signal(signal.SIGINT, self)
+        for number in self.before:
+            signal.signal(number, self)
 
     def restore(self) -> None:
-        if not self.came and self.before is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self.before)
+        for number, handler in self.before.items() if not self.came else ():
+            signal.signal(number, handler)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.came:
             self._end_at_once()
         self.came = True
         # Python's last steps give signals back to the system, which would end the process without an exit code.
-        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+        for signalled in self.before:
+            atexit.register(signal.signal, signalled, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     def _end_at_once(self) -> None:

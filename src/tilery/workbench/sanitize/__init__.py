@@ -181,6 +181,11 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     _alive.discard(process)
 
 
+def kill_all() -> None:
+    for process in tuple(_alive):
+        _end(process)
+
+
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
@@ -306,8 +311,7 @@ def rows(ops: Sequence[Op], asked: Asked, progress: Callable[[int, int], None] =
                 progress(count, len(waiting))
         finally:  # after an error or an interrupt nothing goes on behind the user's back
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in tuple(_alive):
-                _end(process)
+            kill_all()
 
 
 def bad(found: Sequence[Row]) -> list[Row]:
