@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("before", type=Path, help="the package folder of the other version")
     parser.add_argument("rows", nargs="+", help="results/….csv, or op:case")
     parser.add_argument("--rounds", type=int, default=timing.FULL.rounds)
-    parser.add_argument("--turn-ms", type=float, default=timing.FULL.block_ms)
+    parser.add_argument("--turn-ms", type=float, default=timing.FULL.turn_ms)
     parser.add_argument("--warm-s", type=float, default=0.3)
     parser.add_argument("--json", type=Path, help="write every row here as well, as it is measured")
     args = parser.parse_args()

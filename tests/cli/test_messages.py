@@ -48,7 +48,7 @@ def below_a_file(tmp_path):
 
 
 def test_every_verb_that_writes_says_what_it_cannot_write(monkeypatch, capsys, tmp_path, below_a_file):
-    monkeypatch.setattr(ceilings, "_measured", lambda where: Ceilings(1.0, 1.0, 1.0, {"fp32": 1.0}, 1.0))
+    monkeypatch.setattr(ceilings, "_measured", lambda where, say: Ceilings(1.0, 1.0, 1.0, {"fp32": 1.0}, 1.0))
     (tmp_path / "runs.json").write_text(json.dumps({"schema": SCHEMA, "runs": []}))
     with settings.override(data_dir=below_a_file, config_dir=below_a_file / "tuned"):
         for words in (
@@ -135,7 +135,7 @@ STOPPED = """
             worker.close()
 
     isolate.measured = measured
-    ceilings.ceilings = lambda where: ceilings.Ceilings(1.0, 1.0, 1.0, {"fp32": 1.0}, 1.0)
+    ceilings.ceilings = lambda where, **_: ceilings.Ceilings(1.0, 1.0, 1.0, {"fp32": 1.0}, 1.0)
     main()
 """
 

@@ -166,7 +166,7 @@ def test_rows_are_checked_timed_and_held_against_torch(monkeypatch):
     monkeypatch.setattr(measure, "RUNGS", fakes)
     nothing_faster = Ceilings(read=1e15, copy=1e15, write=1e15, flops={"bf16": 1e18}, launch_us=1.0)
     monkeypatch.setattr(ceilings, "ceilings", lambda where: nothing_faster)
-    unit = measure.unit(case(m=64, n=96, k=32, dtype="bf16"), fakes, Depth(rounds=6, block_ms=1.0, warm_s=0.0))
+    unit = measure.unit(case(m=64, n=96, k=32, dtype="bf16"), fakes, Depth(rounds=6, turn_ms=1.0, warm_s=0.0))
     unit = unit.__class__(**{**vars(unit), "device": "cpu"})
     rows = {row.kernel: row for row in measure.measure(unit)}
     assert {name: row.status for name, row in rows.items()} == {

@@ -13,7 +13,7 @@ from tilery.measure.timing import Depth, Timing
 CPU = torch.device("cpu")
 
 
-QUICK = Depth(rounds=6, block_ms=1.0, warm_s=0.0)
+QUICK = Depth(rounds=6, turn_ms=0.0, warm_s=0.0)  # a turn is two calls
 
 
 @pytest.fixture
@@ -32,8 +32,10 @@ def test_arms_take_turns_there_and_back():
     order = []
     arms = {name: lambda i, name=name: order.append(name) for name in "abc"}
     found = timing.time_arms(arms, 1, CPU, QUICK)
-    assert "".join(order[:6]) == "aabbcc"  # the first two calls of each warm up
-    rounds = ["".join(order[i : i + 6]) for i in range(6, len(order), 6)]
+    assert order[::2] == order[1::2]
+    turns = order[::2]
+    assert "".join(turns[:3]) == "abc"  # the first calls of each warm up
+    rounds = ["".join(turns[i : i + 6]) for i in range(3, len(turns), 6)]
     assert len(rounds) == 6 and all(turns == turns[::-1] and set(turns) == set("abc") for turns in rounds)
     assert len(set(rounds)) > 1  # no arm always follows the same one
     assert all(len(t.samples) == 6 and t.how == "clock" for t in found.values())
@@ -56,10 +58,22 @@ def test_times_are_those_of_a_call(sleep):
     assert found.samples == pytest.approx([10.0] * 6) and found.median == pytest.approx(10.0)
 
 
-@pytest.mark.parametrize(("budget_s", "rounds"), [(0.0, 6), (0.19, 10)])
+@pytest.mark.parametrize(("turn_ms", "calls"), [(0.0, 2), (20.0, 2), (21.0, 3), (100.0, 10)])
+def test_a_turn_lasts_as_long_as_it_is_told(sleep, turn_ms, calls):
+    made = []
+
+    def arm(_):
+        made.append(1)
+        sleep(0.01 if len(made) % 2 else 0.0101)  # above 10 ms, so that a rounding does not matter
+
+    found = timing.time_arms({"nap": arm}, 1, CPU, Depth(6, turn_ms, 0.0), cold=False)["nap"]
+    assert len(made) == calls * 13 and found.median == pytest.approx(10.05, abs=0.05)
+
+
+@pytest.mark.parametrize(("budget_s", "rounds"), [(0.0, 6), (0.39, 10)])
 def test_a_budget_ends_the_rounds_but_not_before_six(sleep, budget_s, rounds):
-    """A round calls each arm twice: 20 ms of them fit ten times into 190, the last one begun in time."""
-    depth = Depth(rounds=1000, block_ms=1.0, warm_s=0.0, budget_s=budget_s)
+    """A round calls each arm four times: 40 ms of them fit ten times into 390, the last one begun in time."""
+    depth = Depth(rounds=1000, turn_ms=0.0, warm_s=0.0, budget_s=budget_s)
     found = timing.time_arms({"nap": lambda _: sleep(0.01)}, 1, CPU, depth)["nap"]
     assert len(found.samples) == rounds
 
@@ -72,11 +86,11 @@ def test_warming_up_lasts_its_time_and_until_two_passes_agree(sleep):
             made.append(nap(len(made)))
             sleep(made[-1])
 
-        timing.time_arms({"": arm}, 1, CPU, Depth(rounds=0, block_ms=1.0, warm_s=0.2), cold=False)
+        timing.time_arms({"": arm}, 1, CPU, Depth(rounds=0, turn_ms=0.0, warm_s=0.2), cold=False)
         return sum(made[2:])  # the first two calls compile
 
-    assert 0.2 < seconds(lambda n: 0.02) < 0.25
-    assert 0.59 < seconds(lambda n: 0.01 if n % 2 else 0.03) < 0.65  # never settles: three times as long, no longer
+    assert 0.2 < seconds(lambda n: 0.02) < 0.29
+    assert 0.59 < seconds(lambda n: 0.01 if n // 2 % 2 else 0.03) < 0.67  # never settles: three times as long
 
 
 def test_the_ratio_is_taken_round_by_round():
@@ -89,7 +103,8 @@ def test_in_pairs_every_arm_stands_between_turns_of_the_base():
     order = []
     arms = {name: lambda i, name=name: order.append(name) for name in "abc"}
     timing.time_arms(arms, 1, CPU, QUICK, base="a", paired=True)
-    rounds = ["".join(order[i : i + 8]) for i in range(6, len(order), 8)]
+    turns = order[::2]
+    rounds = ["".join(turns[i : i + 8]) for i in range(3, len(turns), 8)]
     assert len(rounds) == 6 and set(rounds) <= {"abbaacca", "accaabba"}
 
 
@@ -130,12 +145,12 @@ def test_the_interval_holds_the_median(n):
 def test_caches_are_overwritten_before_every_cold_call():
     """Each time with other values: a store of what is there already might be left out."""
     found = []
-    sampler = timing._CpuSampler(lambda _: found.append(sampler.flush[[0, -1]].tolist()), cold=True)
+    sampler = timing._CpuSampler(lambda _: found.append(sampler.flush[[0, -1]].tolist()), cold=True, turn_ms=0.0)
     for _ in range(3):
         sampler.block(lambda: None)
     assert sampler.flush.nbytes >= 64 * 2**20 and all(first == last for first, last in found)
-    assert len({first for first, _ in found}) == 3
-    assert timing._cpu_sampler(lambda _: None, cold=False).flush.nbytes == 0
+    assert len({first for first, _ in found}) == len(found) == 6
+    assert timing._cpu_sampler(lambda _: None, False, QUICK).flush.nbytes == 0
 
 
 def test_by_events_all_sets_come_round(monkeypatch):
@@ -159,7 +174,7 @@ def test_a_graphs_time_is_that_of_one_call(monkeypatch):
         return 4.0 * (len(replayed) - before)
 
     monkeypatch.setattr(timing, "_elapsed", elapsed)
-    sampler = timing._GraphSampler(graph, calls=10, block_ms=20.0)
+    sampler = timing._GraphSampler(graph, calls=10, turn_ms=20.0)
     before = len(replayed)
     assert sampler.block(lambda: None) == pytest.approx(0.4) and len(replayed) - before == 5
 

@@ -27,7 +27,7 @@ from tilery.tuning.data import GOOD, Built, Candidate, Job, Measured, Problem  #
 from tilery.tuning.ray_pool import RayPool  # noqa: E402
 from tilery.tuning.tuner import Request, Tuner  # noqa: E402
 
-QUICK = timing.Depth(rounds=6, block_ms=1.0, warm_s=0.0)
+QUICK = timing.Depth(rounds=6, turn_ms=1.0, warm_s=0.0)
 ROWS = case(m=64, n=256, dtype="fp32")
 
 

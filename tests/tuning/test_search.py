@@ -55,7 +55,7 @@ def test_halving_is_short_for_many_and_long_for_few():
     assert sizes[6:9] == [(20, rung(1)), (10, rung(2)), (5, rung(3))][: len(sizes[6:9])]
     assert sizes[-1][1] == final and sizes[-1][0] <= 5
     assert all(job.candidates[0] == field[0] for job in worker.jobs), "the reference is first in every job"
-    assert rung(1).block_ms == 2 * rung(0).block_ms and Depths(False).rung(1).rounds == 2 * Depths(False).rung(0).rounds
+    assert rung(1).turn_ms == 2 * rung(0).turn_ms and Depths(False).rung(1).rounds == 2 * Depths(False).rung(0).rounds
 
 
 def test_exhaustive_gives_everyone_the_final_depth():

@@ -46,7 +46,7 @@ LARGE, OTHER = sizes(256, 512)
 def place(tmp_path, monkeypatch):
     """A folder for what is tuned, a kernel to tune, and a machine whose speed is known."""
     rates = ceilings.Ceilings(1e12, 1e12, 1e12, {"fp32": 1e15}, 1.0)
-    monkeypatch.setattr(ceilings, "ceilings", lambda where: rates)
+    monkeypatch.setattr(ceilings, "ceilings", lambda where, **_: rates)
     plant.add(monkeypatch, SOFTMAX, TILES, plant.Tiles())
     with settings.override(config_dir=tmp_path / "tuned"):
         yield tmp_path

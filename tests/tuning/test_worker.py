@@ -15,7 +15,7 @@ from tilery.tuning.candidates import collect
 from tilery.tuning.data import GOOD, Candidate, Job, Problem
 from tilery.tuning.worker import Worker
 
-QUICK = Depth(rounds=6, block_ms=1.0, warm_s=0.0)
+QUICK = Depth(rounds=6, turn_ms=1.0, warm_s=0.0)
 SOFTMAX = Problem("softmax", "cpu", case(m=64, n=256, dtype="fp32"))
 PLANTED = """
 import os, pathlib, signal, threading

@@ -9,7 +9,7 @@ from tilery.measure.timing import Depth
 from tilery.workbench.bench import Unit
 from tilery.workbench.isolate import measured
 
-QUICK = Depth(rounds=6, block_ms=1.0, warm_s=0.0)
+QUICK = Depth(rounds=6, turn_ms=1.0, warm_s=0.0)
 PLUGIN = """
 import os, signal, torch
 from tilery.core.op import REGISTRY

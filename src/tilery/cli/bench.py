@@ -4,7 +4,6 @@ import io
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,9 +48,10 @@ def bench(
     k: common.Depth = None,
     m: common.Rows = None,
     peers: common.Peers = None,
-    screen: Annotated[bool, typer.Option("--screen", help="Six rounds of 2 ms turns: to find, not to claim.")] = False,
+    screen: common.Screen = False,
     warm: Annotated[bool, typer.Option("--warm", help="Inputs from the caches; from memory if not.")] = False,
-    rounds: Annotated[int | None, typer.Option(min=6, help="Turns there and back of every arm.")] = None,
+    rounds: common.Rounds = None,
+    turn_ms: common.TurnMs = None,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
     csv_form: Annotated[
         str | None,
@@ -61,7 +61,6 @@ def bench(
     json: common.Json = False,
 ) -> None:  # fmt: skip
     """Check, then time kernels in turns with what a user could run instead; what cannot run here is compiled."""
-    from tilery.measure import timing
     from tilery.measure.place import chosen_kernels, require_known
     from tilery.measure.result import is_ours
     from tilery.measure.store import Store
@@ -83,8 +82,7 @@ def bench(
         for op in chosen
     ]
     write_csv = _csv_writer(csv_form or ("pairs" if given else "rows"), chosen)
-    depth = timing.SCREEN if screen else timing.FULL
-    depth = replace(depth, rounds=rounds or depth.rounds)
+    depth = common.depth(screen, rounds, turn_ms)
     with common.progress() as (say, count):
         done = run(choices, Store(), depth, not warm, say, count)
     if csv:
@@ -93,10 +91,10 @@ def bench(
     if svg:
         _draw(table, svg)
     if json:
-        common.print_json(done.rows, run=done.id)
+        common.print_json(done.rows, run=done.id, protocol=done.protocol, minutes=round(done.minutes, 2))
     else:
         common.console().print(table)
-        print(f"kept as run {done.id}", file=sys.stderr)
+        print(f"kept as run {done.id}: {done.made_by}", file=sys.stderr)
     raise typer.Exit(1 if any(row.status == "fail" and is_ours(row.kernel) for row in done.rows) else 0)
 
 

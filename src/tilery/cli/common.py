@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
@@ -20,6 +21,7 @@ from tilery.cli.surroundings import printable
 if TYPE_CHECKING:
     from tilery.base.spec import Case
     from tilery.core.op import Op
+    from tilery.measure import timing
     from tilery.measure.result import Row
 
 Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to take; all of them if none is named.")]
@@ -37,6 +39,10 @@ Peers = Annotated[
     list[str] | None,
     typer.Option("--peers", help="all (if not given), none, or names: torch, compile, liger …"),
 ]
+
+Screen = Annotated[bool, typer.Option("--screen", help="Six rounds of 2 ms turns: to find, not to claim.")]
+Rounds = Annotated[int | None, typer.Option("--rounds", min=6, help="Turns there and back of every arm; 10.")]
+TurnMs = Annotated[float | None, typer.Option("--turn-ms", min=0.1, help="How long a turn lasts at least; 10.")]
 
 STYLE = {"pass": "green", "fail": "bold red", "refused": "yellow", "compiled": "cyan", "skipped": "dim"}
 
@@ -149,6 +155,14 @@ def chosen_cases(op: "Op", case: str | None, shapes: str | None, given: Product)
     if given.n is not None and given.k is not None:
         return products(op, given.n, given.k, given.rows or PRODUCT_ROWS)
     return cases(op, shapes) if shapes is not None else None
+
+
+def depth(screen: bool, rounds: int | None, turn_ms: float | None) -> "timing.Depth":
+    """The protocol, or that of a screen, with what was asked for instead."""
+    from tilery.measure import timing
+
+    usual = timing.SCREEN if screen else timing.FULL
+    return replace(usual, rounds=rounds or usual.rounds, turn_ms=turn_ms or usual.turn_ms)
 
 
 def require_writable(path: Path | None) -> None:

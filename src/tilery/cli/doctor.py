@@ -30,7 +30,8 @@ def doctor(
     ]
     tools = _tools()
     others = _peers()
-    roof = ceilings(where, measure)
+    with common.progress() as (say, _):
+        roof = ceilings(where, measure, say)
     if json:
         found = {**asdict(roof), "device": device.name(where)}
         common.print_json([], languages=known, tools=tools, peers=others, ceilings=found)

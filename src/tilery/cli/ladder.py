@@ -1,7 +1,6 @@
 """`tilery ladder`: a matrix product in CUDA C++ from naive to the shipped kernel, built, checked and timed."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,8 +27,9 @@ def ladder(
     ] = None,
     size: Annotated[str, typer.Option("--size", help="M = N = K: 4096,8192.")] = "4096",
     case: Annotated[str | None, typer.Option("--case", help="Instead of --size: m=512,n=4096,k=1024.")] = None,
-    screen: Annotated[bool, typer.Option("--screen", help="Six rounds of 2 ms turns: to find, not to claim.")] = False,
-    rounds: Annotated[int | None, typer.Option(min=6, help="Turns there and back of every arm.")] = None,
+    screen: common.Screen = False,
+    rounds: common.Rounds = None,
+    turn_ms: common.TurnMs = None,
     plot: Annotated[Path | None, typer.Option(help="Draw what was timed: .svg or .png.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
     json: common.Json = False,
@@ -38,7 +38,7 @@ def ladder(
     from tilery.base import files
     from tilery.ladder.plot import picture
     from tilery.ladder.run import chosen, run
-    from tilery.measure import result, timing
+    from tilery.measure import result
     from tilery.measure.store import Store
     from tilery.pages.plot import FORMATS
 
@@ -48,15 +48,14 @@ def ladder(
     common.require_writable(plot)
     common.require_writable(csv)
     names, cases = chosen(rungs), _cases(size, case)
-    depth = timing.SCREEN if screen else timing.FULL
-    depth = replace(depth, rounds=rounds or depth.rounds)
+    depth = common.depth(screen, rounds, turn_ms)
     with common.progress() as (say, _):
         done = run(names, cases, Store(), depth, say)
     rows = _in_order(done.rows)
     if csv:
         result.write_csv(rows, csv)
     if json:
-        common.print_json(rows, run=done.id)
+        common.print_json(rows, run=done.id, protocol=done.protocol, minutes=round(done.minutes, 2))
     else:
         common.console().print(_table(rows))
         if any(row.status == "compiled" for row in rows):
@@ -64,7 +63,7 @@ def ladder(
                 "no GPU here: the rungs were compiled, not run; on one this command checks and times them",
                 file=sys.stderr,
             )
-        print(f"kept as run {done.id}", file=sys.stderr)
+        print(f"kept as run {done.id}: {done.made_by}", file=sys.stderr)
     if plot:
         files.write(plot, picture(rows, form))
     raise typer.Exit(1 if any(row.status == "fail" for row in rows) else 0)

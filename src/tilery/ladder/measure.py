@@ -58,7 +58,7 @@ def measure(given: Unit, progress: timing.Progress = lambda arm, what: None) -> 
         row.inputs, row.dtype = bench.said(True, sets, cost, where), dtype
         row.flops, row.bytes = cost.flops, cost.bytes
         bench.note(row, times[name], cost, roof)
-        why = bench.impossible(times[name].median, roof, cost, dtype, row.inputs, where)
+        why = bench.impossible(times[name].median, roof, cost, dtype, row.inputs)
         if row.status == "pass" and why is not None:
             bench.reject(row, why)
         yield row

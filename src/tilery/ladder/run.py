@@ -37,8 +37,7 @@ def chosen(asked: Sequence[str] | None) -> list[str]:
 
 def run(names: list[str], cases: list[Case], store: Store, depth: timing.Depth, say: Callable[[str], None]) -> Recorder:
     here = [device.default()] if torch.cuda.is_available() else []
-    say("measuring this machine's ceilings")
-    recorder = Recorder(store, here)
+    recorder = Recorder(store, here, str(depth), say)
     missing = languages.missing("cuda")
     with recorder.running():
         for case in cases:

@@ -1,5 +1,6 @@
 """The rows of one run, kept as they are measured."""
 
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,10 +20,22 @@ _KEPT_STAGES = ("cuda", "ptx", "sass", "asm")
 class Recorder:
     """The rows of one run, in the store before the next is measured."""
 
-    def __init__(self, store: Store, devices: Iterable[torch.device]) -> None:
-        self.store, self.rows = store, list[Row]()
-        roofs = {device.name(where): asdict(ceilings.ceilings(where)) for where in devices}
-        self.id = store.start(command_line(), {"ceilings": roofs})
+    def __init__(
+        self, store: Store, devices: Iterable[torch.device], protocol: str, say: ceilings.Say = ceilings.silent
+    ) -> None:
+        self.store, self.rows, self.protocol = store, list[Row](), protocol
+        self._start, self._end = time.monotonic(), 0.0
+        roofs = {device.name(where): asdict(ceilings.ceilings(where, say=say)) for where in devices}
+        self.id = store.start(command_line(), {"ceilings": roofs, "protocol": self.protocol})
+
+    @property
+    def minutes(self) -> float:
+        """How long it took, ceilings and compilers included."""
+        return ((self._end or time.monotonic()) - self._start) / 60
+
+    @property
+    def made_by(self) -> str:
+        return f"{self.protocol}, {self.minutes:.1f} minutes in all"
 
     def add(self, *rows: Row) -> None:
         self.rows += rows
@@ -35,6 +48,7 @@ class Recorder:
             yield
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{len(self.rows)} rows are kept as run {self.id}") from None
+        self._end = time.monotonic()
         self.store.finish(self.id)
 
     def keep_code(self, artifact: Artifact) -> str:

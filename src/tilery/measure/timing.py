@@ -41,14 +41,18 @@ class Depth:
     """How much is measured: every round is there and back through the arms, so drift falls on all alike."""
 
     rounds: int
-    block_ms: float  # an arm's turn on a GPU lasts at least this long
+    turn_ms: float  # an arm's turn lasts at least this long
     warm_s: float  # all arms in turns, before the first round that counts
     budget_s: float = 60.0  # after it no new round is begun, but six there are
 
+    def __str__(self) -> str:
+        return f"{self.rounds} rounds of {self.turn_ms:g} ms turns"
 
-FULL = Depth(rounds=20, block_ms=20.0, warm_s=1.0)
-SCREEN = Depth(rounds=LEAST_ROUNDS, block_ms=2.0, warm_s=0.05)
-_BURST = Depth(rounds=7, block_ms=2.0, warm_s=0.0)
+
+FULL = Depth(rounds=10, turn_ms=10.0, warm_s=0.5)  # the protocol: what is claimed is measured so
+SCREEN = Depth(rounds=LEAST_ROUNDS, turn_ms=2.0, warm_s=0.05)
+_CPU_CALLS = 2  # of a turn on a CPU, at least: one call may meet an interrupt
+_BURST = Depth(rounds=7, turn_ms=2.0, warm_s=0.0)
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,8 @@ def time_arms(
     samplers: dict[str, _Sampler] = {}
     for name, arm in arms.items():
         progress(name, "first calls")
-        samplers[name] = _gpu_sampler(arm, sets, device, depth) if device.type == "cuda" else _cpu_sampler(arm, cold)
+        on_gpu = device.type == "cuda"
+        samplers[name] = _gpu_sampler(arm, sets, device, depth) if on_gpu else _cpu_sampler(arm, cold, depth)
     _warm_up(samplers, depth, progress)
     watch, order = telemetry.watch(device), list(samplers)
     rounds: list[_Round] = []
@@ -186,23 +191,27 @@ def _warm_up(samplers: Mapping[str, _Sampler], depth: Depth, progress: Progress)
 class _CpuSampler:
     how = "clock"
 
-    def __init__(self, arm: Arm, cold: bool) -> None:
-        self.arm, self.calls = arm, 0
+    def __init__(self, arm: Arm, cold: bool, turn_ms: float) -> None:
+        self.arm, self.turn_ms, self.calls = arm, turn_ms, 0
         self.flush = torch.empty(_CPU_FLUSH_BYTES // 4 if cold else 0)
 
     def block(self, meanwhile: Callable[[], object]) -> float:
-        self.flush.fill_(self.calls)
-        self.calls += 1
-        start = time.perf_counter()
-        self.arm(0)
-        return (time.perf_counter() - start) * 1e3
+        """The caches are overwritten before each call: that counts as part of the turn, not of the call."""
+        began, spent, calls = time.perf_counter(), 0.0, 0
+        while calls < _CPU_CALLS or (time.perf_counter() - began) * 1e3 < self.turn_ms:
+            self.flush.fill_(self.calls + calls)
+            start = time.perf_counter()
+            self.arm(0)
+            spent += time.perf_counter() - start
+            calls += 1
+        self.calls += calls
+        return spent * 1e3 / calls
 
 
-def _cpu_sampler(arm: Arm, cold: bool) -> _CpuSampler:
+def _cpu_sampler(arm: Arm, cold: bool, depth: Depth) -> _CpuSampler:
     _keep_freed_memory()
-    sampler = _CpuSampler(arm, cold)
-    for _ in range(2):  # compiles, wakes threads
-        sampler.block(lambda: None)
+    sampler = _CpuSampler(arm, cold, depth.turn_ms)
+    sampler.block(lambda: None)  # compiles, wakes threads
     return sampler
 
 
@@ -218,10 +227,10 @@ def _keep_freed_memory() -> None:
 class _GraphSampler:
     how = "graph"
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, calls: int, block_ms: float) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, calls: int, turn_ms: float) -> None:
         self.graph, self.calls = graph, calls
         _elapsed(graph.replay)
-        self.replays = math.ceil(block_ms / max(_elapsed(graph.replay), 1e-3))
+        self.replays = math.ceil(turn_ms / max(_elapsed(graph.replay), 1e-3))
 
     def block(self, meanwhile: Callable[[], object]) -> float:
         ms = _elapsed(self._replay, meanwhile)
@@ -268,8 +277,8 @@ def _gpu_sampler(arm: Arm, sets: int, device: torch.device, depth: Depth) -> _Sa
         except RuntimeError:  # this arm synchronises or uses a stream of its own; its row says "events"
             _end_failed_capture(device)
             calls = min(calls, 20)
-            return _EventSampler(arm, sets, calls, math.ceil(depth.block_ms / (calls * each)))
-        return _GraphSampler(graph, calls, depth.block_ms)
+            return _EventSampler(arm, sets, calls, math.ceil(depth.turn_ms / (calls * each)))
+        return _GraphSampler(graph, calls, depth.turn_ms)
 
 
 def _end_failed_capture(device: torch.device) -> None:

@@ -166,4 +166,4 @@ class _Speeds:
         return self.roof.arithmetic_ms(self.cost, self.dtype) > self.roof.memory_ms(self.cost)
 
     def impossible(self, ms: float) -> str | None:
-        return bench.impossible(ms, self.roof, self.cost, self.dtype, self.inputs, self.where)
+        return bench.impossible(ms, self.roof, self.cost, self.dtype, self.inputs)

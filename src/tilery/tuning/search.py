@@ -37,13 +37,13 @@ class Depths(NamedTuple):
 
     def rung(self, i: int) -> timing.Depth:
         if self.gpu:
-            return timing.Depth(rounds=6, block_ms=min(2.0 * 2**i, 10.0), warm_s=0.05, budget_s=20.0)
-        return timing.Depth(rounds=min(6 * 2**i, 24), block_ms=1.0, warm_s=0.0, budget_s=10.0)
+            return timing.Depth(rounds=6, turn_ms=min(2.0 * 2**i, 10.0), warm_s=0.05, budget_s=20.0)
+        return timing.Depth(rounds=min(6 * 2**i, 24), turn_ms=1.0, warm_s=0.0, budget_s=10.0)
 
     def final(self) -> timing.Depth:
         if self.gpu:
-            return timing.Depth(rounds=12, block_ms=10.0, warm_s=0.3, budget_s=30.0)
-        return timing.Depth(rounds=24, block_ms=1.0, warm_s=0.05, budget_s=20.0)
+            return timing.Depth(rounds=12, turn_ms=10.0, warm_s=0.3, budget_s=30.0)
+        return timing.Depth(rounds=24, turn_ms=1.0, warm_s=0.05, budget_s=20.0)
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class Tuner:
         tasks = [_Task(p, self.request.kernels[p.op]) for p in self.request.problems]
         self._tasks, self._waiting = tasks, deque(tasks)
         self._journals = self._opened(tasks)
-        self._recorder = Recorder(self.store, sorted({t.recorded.where for t in tasks}, key=str))
+        self._recorder = Recorder(self.store, sorted({t.recorded.where for t in tasks}, key=str), "tuning")
         self._compilers = ThreadPoolExecutor(max(self.pool.compilers, 1))
         start = time.monotonic()
         self._end = start + self.request.budget_s
