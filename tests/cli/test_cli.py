@@ -16,6 +16,7 @@ from tilery.cli import app, main
 from tilery.cli.common import parsed_case
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
+from tilery.measure.store import Store
 from tilery.workbench import bench, isolate
 from tilery.workbench import run as workbench
 
@@ -124,6 +125,23 @@ def test_check_takes_a_set_by_its_name():
 def test_check_compiles_what_cannot_run(without_a_gpu):
     rows = run_json("check", "softmax", "-b", "cuda")["rows"]
     assert [r["status"] for r in rows] == ["compiled"] * 3 and all(r["registers"] > 0 for r in rows)
+
+
+def test_torch_takes_part_whichever_peers_are_named():
+    words = ("bench", "softmax", "-b", "numba", "--case", "m=64,n=128,dtype=fp32", "--screen")
+    for peers, there in (("liger", True), ("none", False)):
+        kernels = {row["kernel"] for row in run_json(*words, "--peers", peers)["rows"]}
+        assert {"baseline:torch", "control:torch"} <= kernels if there else "baseline:torch" not in kernels
+
+
+def test_rounds_and_turns_are_as_asked_for_and_kept():
+    words = ("bench", "softmax", "-b", "numba", "--case", "m=64,n=128,dtype=fp32", "--peers", "none")
+    found = run_json(*words, "--rounds", "7", "--turn-ms", "1.5")
+    assert found["protocol"] == "7 rounds of 1.5 ms turns" and found["minutes"] >= 0
+    run_of = next(run for run in Store().runs() if run.id == found["run"])
+    assert run_of.machine["protocol"] == found["protocol"]
+    assert [len(row.samples) for row in Store().rows(run_of.id) if row.kernel == "numba"] == [7]
+    assert run_json(*words, "--screen")["protocol"] == "6 rounds of 2 ms turns"
 
 
 def test_bench_prints_and_writes(tmp_path):

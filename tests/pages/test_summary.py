@@ -1,5 +1,7 @@
 """What rows add up to: ratios within a cell, the best of each case, means, lines over sizes."""
 
+from dataclasses import replace
+
 import pytest
 from made_runs import CPU, GPU, cell, median_ratio, put, put_cpu, put_gpu, timed
 
@@ -64,6 +66,22 @@ def test_sums_are_of_the_best_kernel_of_each_case(store):
 def test_an_interval_that_reaches_1_is_not_a_win(store):
     put(store, cell("softmax", "m=16,n=4096,dtype=bf16", 1.0, {"triton": 1.005}))  # from 0.995
     assert summary.summary(collected(store).found)["won"] == 0
+
+
+def test_warm_and_cold_rows_are_in_no_mean_together(store):
+    rows = [
+        replace(row, inputs=inputs)
+        for inputs, m, ratio in (("cold", 16, 2.0), ("warm", 32, 8.0), ("cold", 64, 0.5))
+        for row in cell("softmax", f"m={m},n=4096,dtype=bf16", 1.0, {"triton": ratio})
+    ]
+    put(store, rows)
+    found = collected(store).found
+    assert summary.summary(found)["mean"] == pytest.approx(1.0) and summary.summary(found)["compared"] == 2
+    assert summary.heat(found)["softmax", "triton"] == (pytest.approx(1.0), 2)
+    (notice,) = [n for n in report.page_data(store, collected(store))["notices"] if "warm" in n["text"]]
+    assert notice["items"] == ["softmax m=32,n=4096,dtype=bf16"]
+    warm = [one for one in found if one.row.inputs == "warm"]
+    assert summary.summary(warm)["mean"] == pytest.approx(8.0)  # where all are warm they have a mean
 
 
 def test_of_variants_the_heat_map_takes_the_best_of_each_case(store):

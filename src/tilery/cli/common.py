@@ -37,7 +37,7 @@ Shapes = Annotated[str | None, typer.Option("--shapes", help="A named set: llama
 
 Peers = Annotated[
     list[str] | None,
-    typer.Option("--peers", help="all (if not given), none, or names: torch, compile, liger …"),
+    typer.Option("--peers", help="all (if not given), none, or names: compile, liger …; torch takes part in any case."),
 ]
 
 Screen = Annotated[bool, typer.Option("--screen", help="Six rounds of 2 ms turns: to find, not to claim.")]
@@ -73,6 +73,8 @@ def chosen_peers(ops: "list[Op]", asked: list[str] | None) -> dict[str, list[str
     if "none" in names and len(names) > 1:
         raise BadInput(f"--peers none stands alone, got {','.join(names)}")
     wanted = set(PEERS) if "all" in names else set(names)
+    if "none" not in names:
+        wanted.add("torch")  # all others are held against it, and it against itself
     return {op.name: [b for b in op.baselines if b.removeprefix("baseline:") in wanted] for op in ops}
 
 

@@ -129,7 +129,7 @@ def _packed(text: str) -> str:
 
 def _notices(collected: Collected) -> list[dict[str, Any]]:
     """What a reader must know before believing a figure."""
-    makers = (_no_times, _devices, _stopped, _failures, _control, _no_ceilings, _unpaired)
+    makers = (_no_times, _devices, _stopped, _failures, _control, _warm, _no_ceilings, _unpaired)
     return [notice for maker in makers if (notice := maker(collected)) is not None]
 
 
@@ -179,6 +179,15 @@ def _control(collected: Collected) -> dict[str, Any] | None:
     cases = _count(len(off), "case")
     text = f"torch timed against itself is off by more than {CONTROL_OFF:.0%} in {cases}: ratios there are worth less."
     return _notice(text, off)
+
+
+def _warm(collected: Collected) -> dict[str, Any] | None:
+    timed = {one.cell: one.row for one in collected.found if one.timed and one.is_kernel}
+    warm = [f"{row.op} {row.case}" for row in timed.values() if row.inputs == "warm"]
+    if not warm or len(warm) == len(timed):
+        return None
+    text = f"{_count(len(warm), 'case')} read from caches (warm): they are in the table and the charts, but in no mean."
+    return _notice(text, warm, grave=False)
 
 
 def _no_ceilings(collected: Collected) -> dict[str, Any] | None:

@@ -195,11 +195,17 @@ def best_per_cell(found: Iterable[Found], peer: str = BASE) -> list[Found]:
     return list(best.values())
 
 
+def of_one_kind(found: Iterable[Found]) -> list[Found]:
+    """The cold ones, or all where none is cold: a mean of what was read from memory and from caches means nothing."""
+    found = list(found)
+    return [one for one in found if one.row.inputs != "warm"] or found
+
+
 def summary(found: Iterable[Found], peer: str = BASE) -> dict[str, Any]:
-    """What one device's rows come to. The mean, wins and losses are of the best kernel of each case."""
+    """What one device's rows come to. The mean, wins and losses are of the best kernel of each case, cold or warm."""
     found = list(found)
     timed = [one for one in found if one.timed and one.is_kernel]
-    best = sorted(best_per_cell(found, peer), key=lambda one: one.ratios[peer][0])
+    best = sorted(of_one_kind(best_per_cell(found, peer)), key=lambda one: one.ratios[peer][0])
     return {
         "kernels": len({(one.row.op, one.row.kernel) for one in timed}),
         "cases": len({one.cell for one in timed}),
@@ -223,7 +229,7 @@ def heat(found: Iterable[Found], peer: str = BASE) -> dict[tuple[str, str], tupl
         groups.setdefault((one.row.op, language(one.row.kernel)), []).append(one)
     made = {}
     for key, group in groups.items():
-        best = best_per_cell(group, peer)
+        best = of_one_kind(best_per_cell(group, peer))
         mean = geometric_mean(one.ratios[peer][0] for one in best)
         if mean is not None:
             made[key] = (mean, len(best))

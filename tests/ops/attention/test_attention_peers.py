@@ -121,7 +121,7 @@ def test_flash_attention_gives_an_lse(op, params, flash):
     ("op", "peer", "params", "says"),
     [
         ("attention", "cudnn", {"m": 20, "keys": 33, "dtype": "fp16"}, "fewer queries than keys"),
-        ("attention", "torch", {"m": 20, "window": 3, "dtype": "fp16"}, "torch's attention has no window"),
+        ("attention", "cudnn", {"m": 20, "window": 3, "dtype": "fp16"}, "cuDNN, as torch calls it, has no window"),
         ("attention_decode", "torch", DECODE | {"sinks": True}, "torch's attention has no sinks"),
         ("attention_decode", "flash", DECODE | {"lengths": "96+0+33"}, "full sequences alone"),
         ("attention_decode", "flash", DECODE | {"window": 5}, "torch's FlashAttention has no window"),
@@ -150,3 +150,20 @@ def test_pages_are_gathered_and_masks_made_once(op, params, monkeypatch):
     made.clear()
     found.baselines["baseline:torch"](*args)
     assert not made
+
+
+@pytest.mark.parametrize(("op", "params"), named(PACKED))
+def test_torch_takes_windows_and_packed_sequences(op, params):
+    assert right(op, "torch", params)
+
+
+@pytest.mark.parametrize("params", [{"queries": 4}, {"queries": 16, "block_size": 16}])
+def test_cudnn_called_for_each_token_gives_what_the_op_does(params, monkeypatch):
+    monkeypatch.setattr(paged_peers, "sdpa_kernel", lambda _: contextlib.nullcontext())
+    assert right("attention_decode", "cudnn_each", DECODE | params)
+
+
+def test_cudnn_called_for_each_token_is_for_several_tokens_of_full_sequences():
+    for params, why in (({"queries": 1}, "one token"), ({"queries": 3, "lengths": "96+0+33"}, "full sequences alone")):
+        with pytest.raises(NotImplementedError, match=why):
+            right("attention_decode", "cudnn_each", DECODE | params)

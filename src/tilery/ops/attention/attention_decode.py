@@ -53,7 +53,8 @@ def bucket(call: PagedCall) -> Bucket:
         "tilelang": "tilelang_kernels:attention_decode",
     },
     baselines=baselines(
-        torch=paged_peers.decode_sdpa, cudnn=paged_peers.decode_cudnn, flash=paged_peers.decode_flash
+        torch=paged_peers.decode_sdpa, cudnn=paged_peers.decode_cudnn, cudnn_each=paged_peers.decode_cudnn_each,
+        flash=paged_peers.decode_flash,
     ),
     model_sizes=model_sizes, cases=decode_cases(),
 )  # fmt: skip

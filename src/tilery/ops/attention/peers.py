@@ -1,6 +1,8 @@
 """Who attention and its backward are held against: torch's own, as it chooses or forced to cuDNN or FlashAttention."""
 
+import functools
 import inspect
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,7 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilery.ops.attention import reference
 from tilery.ops.attention.call import AttentionCall
+from tilery.ops.attention.paged_peers import host_list
 
+_NOT_IN_TORCH = ("softcap", "slopes", "sinks", "q_scale")
 _NAMES = tuple(inspect.signature(reference.attention_lse).parameters)  # the arguments of attention, in their order
 
 
@@ -26,14 +30,27 @@ def _require_without(call: Any, who: str, *names: str) -> None:
 
 
 def torch_sdpa(*args: Any) -> Tensor:
-    """scaled_dot_product_attention, with the kernel that torch chooses."""
-    return _sdpa(_named(args), "torch's attention")
+    """scaled_dot_product_attention, with the kernel that torch chooses; of packed sequences a call for each."""
+    call = _named(args)
+    if call.cu_seqlens_q is None:
+        return _sdpa(call, "torch's attention")
+    _require_without(call, "torch's attention of packed sequences", "window", "bias", *_NOT_IN_TORCH)
+    out = call.q.new_zeros(*call.q.shape[:2], call.v.shape[2])
+    starts = (host_list(x) for x in (call.cu_seqlens_q, call.cu_seqlens_k))
+    for (q0, q1), (k0, k1) in zip(*map(pairwise, starts)):
+        if q1 > q0 and k1 > k0:
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (call.q[q0:q1], call.k[k0:k1], call.v[k0:k1]))
+            mask, causal = _causal_mask(q1 - q0, k1 - k0) if call.causal else (None, False)
+            made = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=call.scale, enable_gqa=True)
+            out[q0:q1] = made[0].transpose(0, 1)
+    return out
 
 
 def cudnn(*args: Any) -> Tensor:
     call = _named(args)
     if call.causal and call.tokens != call.key_tokens:
         raise NotImplementedError("torch gives cuDNN no mask of fewer queries than keys")
+    _require_without(call, "cuDNN, as torch calls it,", "cu_seqlens_q", "window")
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return _sdpa(call, "cuDNN, as torch calls it,")
 
@@ -69,7 +86,7 @@ def flash_lse(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _sdpa(call: Any, who: str) -> Tensor:
-    _require_without(call, who, "cu_seqlens_q", "window", "softcap", "slopes", "sinks", "q_scale")
+    _require_without(call, who, *_NOT_IN_TORCH)
     if call.scale is not None and call.scale <= 0:
         raise NotImplementedError(f"{who} gives NaN where a scale is not positive, got {call.scale}")
     turned = call.layout == "bshd"
@@ -84,12 +101,11 @@ def _sdpa(call: Any, who: str) -> Tensor:
 def _mask(call: Any) -> tuple[Any, bool]:
     """The mask that torch's attention takes, and whether it is causal by itself: it aligns that at the first key."""
     seen, bias, queries, keys = call.key_mask, call.bias, call.queries, call.keys
+    if call.window:
+        _require_without(call, "torch's attention with a window", "key_mask", "bias")
+        return _window_mask(queries, keys, call.window, call.causal, call.q.device), False
     if seen is None and bias is None:
-        if call.causal and queries != keys:
-            from torch.nn.attention.bias import causal_lower_right  # imports Triton
-
-            return causal_lower_right(queries, keys), False
-        return None, call.causal
+        return _causal_mask(queries, keys) if call.causal else (None, False)
     mask = bias if seen is None else seen[:, None, None, :]
     if seen is not None and bias is not None:
         mask = bias.masked_fill(~mask, -torch.inf)
@@ -97,6 +113,22 @@ def _mask(call: Any) -> tuple[Any, bool]:
         visible = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril(keys - queries)
         mask = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
     return (mask if mask.dtype == torch.bool else mask.to(call.q.dtype)), False
+
+
+def _causal_mask(queries: int, keys: int) -> tuple[Any, bool]:
+    """The last query sees all keys."""
+    if queries == keys:
+        return None, True
+    from torch.nn.attention.bias import causal_lower_right  # imports Triton
+
+    return causal_lower_right(queries, keys), False
+
+
+@functools.lru_cache(maxsize=2)
+def _window_mask(queries: int, keys: int, window: int, causal: bool, where: torch.device) -> Tensor:
+    """[queries, keys], made before it is timed."""
+    apart = torch.arange(queries, device=where).unsqueeze(1) + keys - queries - torch.arange(keys, device=where)
+    return (apart < window) & (apart >= 0 if causal else apart > -window)
 
 
 def torch_backward(

@@ -9,7 +9,7 @@ from torch import Tensor
 from tilery.base.spec import DTYPES, Bucket, TensorSpec, case
 from tilery.core import inputs as draw
 from tilery.core.op import op
-from tilery.core.peers import baselines, load
+from tilery.core.peers import Saved, baselines, load
 from tilery.ops.fp8_matmul import contract
 from tilery.ops.fp8_matmul.call import Fp8MatmulCall
 from tilery.ops.quantize import formats
@@ -53,18 +53,25 @@ def _torch(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: st
     return (a_wide @ b_wide.t()).to(DTYPES[out_dtype])
 
 
-def _cublaslt(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: str) -> Tensor:
-    """It wants rows of a and columns of b_scale in fours; where they are not, they are padded in the call."""
-    m = a.shape[0]
-    if more := -m % 4:
+def _for_cublaslt(a: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """It wants rows of a and columns of b_scale in fours, and columns of both scales contiguous."""
+    if more := -a.shape[0] % 4:
         a = F.pad(a.view(torch.uint8), (0, 0, 0, more)).view(a.dtype)
         a_scale = F.pad(a_scale, (0, 0, 0, more))
     if a_scale.stride() != (1, a.shape[0]):
         a_scale = a_scale.t().contiguous().t()
     if more := -b_scale.shape[1] % 4:
         b_scale = F.pad(b_scale, (0, more))
+    return a, a_scale, b_scale.contiguous().t()
+
+
+_ready_for_cublaslt = Saved(_for_cublaslt)  # whoever uses it would quantize to that form
+
+
+def _cublaslt(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: str) -> Tensor:
+    rows, rows_scale, columns_scale = _ready_for_cublaslt(a, a_scale, b_scale)
     kinds = "BlockWise1x128", "BlockWise128x128"
-    return contract.scaled_mm(a, b, a_scale, b_scale.contiguous().t(), kinds, out_dtype)[:m]
+    return contract.scaled_mm(rows, b, rows_scale, columns_scale, kinds, out_dtype)[: a.shape[0]]
 
 
 def _deepgemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: str) -> Tensor:

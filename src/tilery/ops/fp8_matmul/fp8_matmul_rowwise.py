@@ -7,7 +7,7 @@ from torch import Tensor
 from tilery.base.spec import DTYPES, Bucket, TensorSpec, case
 from tilery.core import inputs as draw
 from tilery.core.op import op
-from tilery.core.peers import baselines
+from tilery.core.peers import Saved, baselines
 from tilery.ops.fp8_matmul import contract
 from tilery.ops.fp8_matmul.call import Fp8MatmulCall
 from tilery.ops.quantize import formats
@@ -58,8 +58,11 @@ def _cublaslt(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype:
     """It scales both by row or both as a whole."""
     if _per(a_scale) == _per(b_scale) == "tensor":
         return contract.scaled_mm(a, b, a_scale, b_scale, ("TensorWise", "TensorWise"), out_dtype)
-    a_rows, b_rows = (s.view(-1, 1).expand(x.shape[0], 1).contiguous() for s, x in ((a_scale, a), (b_scale, b)))
+    a_rows, b_rows = (_of_each_row(s, x.shape[0]) for s, x in ((a_scale, a), (b_scale, b)))
     return contract.scaled_mm(a, b, a_rows, b_rows.t(), ("RowWise", "RowWise"), out_dtype)
+
+
+_of_each_row = Saved(lambda scale, rows: scale.view(-1, 1).expand(rows, 1).contiguous())
 
 
 @op(

@@ -40,7 +40,7 @@ function drawHeat(holder, rows) {
 
 function heatCell(kernels, op, language) {
   const all = kernels.filter((row) => row.op === op);
-  const best = bestPerCell(all.filter((row) => row.language === language));
+  const best = ofOneKind(bestPerCell(all.filter((row) => row.language === language)));
   if (!best.length) return html("td", { class: "none" }, html("span", { "aria-label": "not timed" }, "–"));
   const mean = geometricMean(best.map((row) => ratioOf(row)[0]));
   const cases = new Set(all.map((row) => row.cell)).size;

@@ -117,6 +117,12 @@ function bestPerCell(rows) {
   return [...best.values()];
 }
 
+/** The cold ones, or all where none is cold: no mean is of both. */
+function ofOneKind(rows) {
+  const cold = rows.filter((row) => row.inputs !== "warm");
+  return cold.length ? cold : rows;
+}
+
 function colour(row) {
   return LANGUAGES[row.language] ? `var(--language-${LANGUAGES[row.language].number})` : "var(--muted)";
 }

@@ -3,7 +3,7 @@
 
 function sums(rows) {
   const timed = rows.filter((row) => row.timed && isKernel(row));
-  const best = bestPerCell(timed).sort((a, b) => ratioOf(b)[0] - ratioOf(a)[0]);
+  const best = ofOneKind(bestPerCell(timed)).sort((a, b) => ratioOf(b)[0] - ratioOf(a)[0]);
   return {
     kernels: new Set(timed.map((row) => `${row.op} ${row.kernel}`)).size,
     cases: new Set(timed.map((row) => row.cell)).size,
