@@ -56,8 +56,10 @@ class Result:
         op, kernel = str(self.columns.get("op", "")), str(self.columns.get("kernel", ""))
         if not kernel or not is_ours(kernel):
             return True
-        now = RUNGS[kernel].source_hash if op == "ladder" else source_hash(REGISTRY[op], kernel)
-        return self.columns.get("source", "") == now
+        source = self.columns.get("source", "")
+        if op == "ladder":
+            return kernel in RUNGS and source == RUNGS[kernel].source_hash
+        return op in REGISTRY and kernel in REGISTRY[op].kernels and source == source_hash(REGISTRY[op], kernel)
 
 
 def _same(value: float | str, text: str) -> bool:
