@@ -102,7 +102,7 @@ def _ratios(found: timing.Timing) -> list[float]:
     return [b / t for t, b in zip(found.samples, found.against)]
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="the package folder of the other version")
     parser.add_argument("rows", nargs="+", help="results/….csv, or op:case")
@@ -110,7 +110,11 @@ def main() -> None:
     parser.add_argument("--turn-ms", type=float, default=timing.FULL.turn_ms)
     parser.add_argument("--warm-s", type=float, default=0.3)
     parser.add_argument("--json", type=Path, help="write every row here as well, as it is measured")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
     depth = timing.Depth(args.rounds, args.turn_ms, args.warm_s)
     with tempfile.TemporaryDirectory() as folder:
         before = import_before(args.before, Path(folder))

@@ -1,15 +1,16 @@
 """Host time that a direct call costs over the kernel's own launch.
 
-    python benchmarks/host_time.py [OP…]
+    python benchmarks/host_time.py [OP…] [--csv FILE]
 
 `call` is `tilery.op(...)`; `launch` is the plan's `run` into outputs and workspace that exist already; `over` is the
 call with that launch left out: arguments, plan, outputs, device guard. It is timed apart, since a launch varies by more
 from one batch to the next than `over` is long. The least of many batches, so that other processes do not count.
 """
 
-import sys
+import argparse
 import time
 from math import prod
+from pathlib import Path
 
 import torch
 
@@ -17,6 +18,7 @@ import tilery.ops  # noqa: F401  fills the registry
 from tilery.base.spec import TensorSpec
 from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY
+from tilery.hardware import device
 
 ODD = ("layout", "special", "wrong", "outside")
 BATCH, BATCHES, ROUNDS = 100, 50, 5
@@ -51,8 +53,8 @@ def elements(specs):
 
 def host_times(op):
     """kernel, call, launch, over in µs, on a problem so small that the kernel's own work is next to nothing."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    args = op.complete((), op.inputs(**smallest(op).params, device=device, seed=0))
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    args = op.complete((), op.inputs(**smallest(op).params, device=where, seed=0))
     op.plans.clear()
     op(*args)
     (plan,) = op.plans.recent
@@ -65,10 +67,26 @@ def host_times(op):
     return plan.kernel, call, launch, over
 
 
-if __name__ == "__main__":
+def parser():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ops", nargs="*", choices=[[], *REGISTRY], metavar="OP", help="all of them if none is named")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file too")
+    return parser
+
+
+def main():
+    args = parser().parse_args()
     print(f"{'op':<36} {'kernel':<8} {'call':>8} {'launch':>8} {'over':>8}   µs")
-    names = sys.argv[1:] or list(REGISTRY)
+    names = args.ops or list(REGISTRY)
     rounds = [[host_times(REGISTRY[name]) for name in names] for _ in range(ROUNDS)]
+    lines = [("op", "call_us", "launch_us", "over_us", "device")]
     for op, *found in zip(names, *rounds):
         least = [min(column) for column in zip(*(times for _, *times in found))]
+        lines.append((op, *(f"{t:.4f}" for t in least), device.name(device.default())))
         print(f"{op:<36} {found[0][0]:<8} " + " ".join(f"{t:8.2f}" for t in least))
+    if args.csv:
+        args.csv.write_text("".join(",".join(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -153,6 +153,8 @@ def test_bench_prints_and_writes(tmp_path):
         lines = list(csv.DictReader(opened))
     assert [x["kernel"] for x in lines] == ["baseline:torch", "numba", "control:torch", "control:copy"]
     assert all(float(x["ms"]) > 0 for x in lines)
+    assert [x["control"] for x in lines] == [lines[2]["ratio"]] * 4, "torch against itself stands in every line"
+    assert [len(x["source"]) for x in lines] == [0, 12, 0, 0], "a kernel of ours says which source was measured"
     assert "<svg" in picture.read_text() and "url(http" not in picture.read_text()
 
 
@@ -174,6 +176,7 @@ def test_bench_of_a_product_writes_pairs(tmp_path, at_hand):
     for line in lines:
         assert line["acc_pass"] == "True" and 0 < float(line["max_diff"]) < 1
         assert float(line["speedup_low"]) <= float(line["speedup"]) <= float(line["speedup_high"])
+        assert float(line["control"]) > 0 and len(line["source"]) == 12
     run(*words[:-2], "--peers", "none", "--screen", "--csv", str(file), "--csv-form", "rows")
     assert file.read_text().startswith("op,kernel,case,status,reason,device,error,ms,")
 

@@ -26,6 +26,7 @@ from tilery.hardware import toolkit
 from tilery.ladder import measure, plot, rungs
 from tilery.ladder.rungs import RUNGS, Rung, product
 from tilery.languages import cuda_glue, tensor_maps
+from tilery.measure.source_hash import source_hash
 
 FILES = [rung for rung in RUNGS.values() if isinstance(rung, Rung)]
 # What the idea of a rung looks like in SASS; with "!" what it is rid of.
@@ -144,6 +145,8 @@ def test_launches_a_block_for_every_tile_or_as_many_as_run(name, blocks, boxes, 
 class Fake:
     """As a rung: computes by torch, times `factor`."""
 
+    source_hash = "0123456789ab"
+
     def __init__(self, factor=1.0, why=None, raises=None):
         self.factor, self.why, self.raises = factor, why, raises
 
@@ -177,6 +180,12 @@ def test_rows_are_checked_timed_and_held_against_torch(monkeypatch):
     naive = rows["naive"]
     assert naive.tflops == pytest.approx(2 * 64 * 96 * 32 / naive.ms / 1e9) and naive.ratio_low <= naive.ratio
     assert 0 < naive.error < 4e-3 and rows[BASE].ratio == 1.0 and naive.op == "ladder"
+    assert (naive.source, rows[BASE].source) == (Fake.source_hash, "")
+
+
+def test_rungs_have_the_hash_of_their_file_and_the_last_that_of_the_kernel_that_ships():
+    hashes = [rung.source_hash for rung in RUNGS.values()]
+    assert len(set(hashes)) == len(hashes) and hashes[-1] == source_hash(product(), "cuda.hopper")
 
 
 def timed(kernel, ms, ratio):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -111,11 +112,22 @@ def test_json_takes_runs_elsewhere(store, tmp_path):
 def test_csv_and_parquet_have_a_line_a_row(store, tmp_path):
     run = filled(store, ROW, ROW)
     export(store, [run], tmp_path / "x.csv", "csv")
-    assert len((tmp_path / "x.csv").read_text().splitlines()) == 3
+    lines = (tmp_path / "x.csv").read_text().splitlines()
+    assert len(lines) == 3 and lines[0].endswith(",control")
     parquet = pytest.importorskip("pyarrow.parquet", reason="pip install 'tilery[parquet]'")
     export(store, [run], tmp_path / "x.parquet", "parquet")
     table = parquet.read_table(tmp_path / "x.parquet")
     assert table.num_rows == 2 and table["samples"][0].as_py() == [1.9, 2.0, 2.1]
+
+
+def test_a_run_without_the_hash_of_its_source_is_read(store, tmp_path):
+    export(store, [filled(store, replace(ROW, source="0123456789ab"))], tmp_path / "runs.json", "json")
+    document = json.loads((tmp_path / "runs.json").read_text())
+    assert document["runs"][0]["rows"][0].pop("source") == "0123456789ab"
+    (tmp_path / "runs.json").write_text(json.dumps(document))
+    other = Store(tmp_path / "other.sqlite3")
+    import_runs(other, tmp_path / "runs.json")
+    assert other.rows(other.runs()[0].id) == [ROW]
 
 
 @pytest.mark.parametrize("text", ["nonsense", "[]", json.dumps({"runs": [{"id": 1}]})])

@@ -63,3 +63,15 @@ def test_without_peers_there_is_a_line_a_product_and_none_for_what_only_compiled
         ("32", "2.0", "", ""),
     ]
     assert list(lines[0]) == list(pairs.COLUMNS)
+
+
+def test_the_control_of_the_same_problem_and_the_source_stand_beside_the_ratio():
+    other = "m=32,n=256,k=128,dtype=e4m3"
+    rows = [
+        row("baseline:torch", 2.0),
+        row("control:torch", 2.0, ratio=1.136),
+        row("triton", 1.0, source="0123456789ab"),
+    ]
+    first, second = pairs.pairs([*rows, row("baseline:torch", 2.0, case=other), row("triton", 1.0, case=other)])
+    assert (first["control"], first["source"]) == (1.136, "0123456789ab")
+    assert (second["control"], second["source"]) == (None, "")

@@ -57,6 +57,7 @@ def measure(given: Unit, progress: timing.Progress = lambda arm, what: None) -> 
             row.status, row.reason = "fail", f"right before it was timed, not after: {again[name].reason}"
         row.inputs, row.dtype = bench.said(True, sets, cost, where), dtype
         row.flops, row.bytes = cost.flops, cost.bytes
+        row.source = RUNGS[name].source_hash if name in RUNGS else ""
         bench.note(row, times[name], cost, roof)
         why = bench.impossible(times[name].median, roof, cost, dtype, row.inputs)
         if row.status == "pass" and why is not None:

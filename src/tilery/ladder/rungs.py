@@ -17,6 +17,7 @@ from tilery.core import policy
 from tilery.core.op import REGISTRY, Op
 from tilery.hardware import device
 from tilery.hardware.device import ARCHS
+from tilery.measure.source_hash import hash_of, source_hash
 
 HOPPER = ("sm_90",)
 SHIPPED = "cuda.hopper"  # the kernel of matmul that the ladder leads to
@@ -33,6 +34,8 @@ class Step(Protocol):
 
     @property
     def archs(self) -> tuple[str, ...]: ...
+    @property
+    def source_hash(self) -> str: ...
     def refusal(self, a: TensorSpec, b: TensorSpec) -> str | None:
         """Why it cannot take this problem on the specs' device, in a sentence."""
 
@@ -75,6 +78,10 @@ class Rung:
     @property
     def source(self) -> Path:
         return Path(__file__).with_name(f"{self.number:02}_{self.name}.cu")
+
+    @property
+    def source_hash(self) -> str:
+        return hash_of([self.source])
 
     def refusal(self, a: TensorSpec, b: TensorSpec) -> str | None:
         (m, k), n = a.shape, b.shape[1]
@@ -143,6 +150,10 @@ class Shipped:
     def archs(self) -> tuple[str, ...]:
         archs: tuple[str, ...] = product().kernel(SHIPPED).archs
         return archs
+
+    @property
+    def source_hash(self) -> str:
+        return source_hash(product(), SHIPPED)
 
     def refusal(self, a: TensorSpec, b: TensorSpec) -> str | None:
         return policy.refusal(product(), SHIPPED, product().call(complete(a, b)))

@@ -59,6 +59,7 @@ class Row:
     rank: int | None = None  # of a tune: 0 is the winner, then the best of every other kernel
     default: bool | None = None  # of a tune: its kernel's default config
     max_diff: float | None = None  # from float64, of any element
+    source: str = ""  # hash of the source of a kernel of ours, as it was measured: measure/source_hash.py
     samples: tuple[float, ...] = ()  # ms a call, round by round; in the store and its exports only, as what follows
     against: tuple[float, ...] = ()  # the baseline's ms in the same rounds
 
@@ -85,10 +86,22 @@ def _said(name: str, value: Any) -> bool:
 def write_csv(rows: Iterable[Row], path: Path) -> None:
     text = io.StringIO(newline="")
     writer = csv.writer(text)
+    rows = list(rows)
     names = [f.name for f in fields(Row) if f.name not in _STORED_ONLY]
-    writer.writerow(names)
-    writer.writerows([getattr(row, name) for name in names] for row in rows)
+    noise = controls(rows)
+    writer.writerow([*names, "control"])
+    writer.writerows([*(getattr(row, name) for name in names), noise.get(problem(row))] for row in rows)
     files.write(path, text.getvalue())
+
+
+def problem(row: Row) -> tuple[str, str, str]:
+    """What the arms of one problem have in common."""
+    return row.op, row.case, row.device
+
+
+def controls(rows: Iterable[Row]) -> dict[tuple[str, str, str], float | None]:
+    """The ratio of torch to itself, by problem; the rows are those of one run."""
+    return {problem(row): row.ratio for row in rows if row.kernel == CONTROL}
 
 
 def machine() -> dict[str, Any]:

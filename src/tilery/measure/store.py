@@ -22,7 +22,7 @@ from typing import Any
 
 from tilery.base import files, settings
 from tilery.base.errors import BadInput, BadStore, ToolMissing
-from tilery.measure.result import Row, machine
+from tilery.measure.result import Row, controls, machine, problem
 
 SCHEMA = 1
 FORMATS = ("json", "csv", "parquet")
@@ -252,10 +252,14 @@ def export(store: Store, runs: list[Run], path: Path, form: str) -> int:
         code = {key: base64.b64encode(store._code(key)).decode() for key in keys}
         files.write(path, json.dumps({"schema": SCHEMA, "runs": document, "code": code}))
         return len(rows)
-    flat = [{"run": run.id, "started": run.started, **asdict(row)} for run, row in rows]
+    noise = {run.id: controls(row for of, row in rows if of is run) for run in runs}
+    flat = [
+        {"run": run.id, "started": run.started, **asdict(row), "control": noise[run.id].get(problem(row))}
+        for run, row in rows
+    ]
     if form == "csv":
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, ["run", "started", *(f.name for f in fields(Row))])
+        writer = csv.DictWriter(text, ["run", "started", *(f.name for f in fields(Row)), "control"])
         writer.writeheader()
         writer.writerows(flat)
         files.write(path, text.getvalue())

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tilery.base import files
-from tilery.measure.result import Row, is_ours, is_peer
+from tilery.measure.result import Row, controls, is_ours, is_peer, problem
 from tilery.pages import summary
 
 COLUMNS = (
     "M", "N", "K", "peer", "ours_ms", "peer_ms", "ours_tflops", "peer_tflops", "speedup", "speedup_low", "speedup_high",
-    "kernel", "acc_pass", "max_diff", "config", "note", "op", "case", "device",
+    "kernel", "acc_pass", "max_diff", "config", "note", "op", "case", "device", "control", "source",
 )  # fmt: skip
 
 
@@ -29,11 +29,12 @@ def pairs(rows: Sequence[Row]) -> list[dict[str, Any]]:
     problems: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         if row.case and row.device and row.status in ("pass", "fail", "refused"):
-            problems.setdefault((row.op, row.case, row.device), []).append(row)
+            problems.setdefault(problem(row), []).append(row)
+    noise = controls(rows)
     return [
-        _line(arms, _found(peer, op, case, arms, rows))
-        for (op, case, _), arms in problems.items()
-        for peer in _peers(op, rows) or [""]
+        _line(arms, _found(peer, *of[:2], arms, rows)) | {"control": noise.get(of)}
+        for of, arms in problems.items()
+        for peer in _peers(of[0], rows) or [""]
         if any(is_ours(arm.kernel) for arm in arms)
     ]
 
@@ -56,7 +57,7 @@ def _line(arms: list[Row], peer: Row | None) -> dict[str, Any]:
     params, right = summary.params(ours.case), ours.status == "pass"
     line: dict[str, Any] = {letter: params.get(letter.lower()) for letter in ("M", "N", "K")}
     line |= {"op": ours.op, "case": ours.case, "device": ours.device, "kernel": ours.kernel, "config": ours.config}
-    line |= {"acc_pass": right, "max_diff": ours.max_diff, "note": "" if right else ours.reason}
+    line |= {"acc_pass": right, "max_diff": ours.max_diff, "source": ours.source, "note": "" if right else ours.reason}
     if right:
         line |= {"ours_ms": ours.ms, "ours_tflops": ours.tflops}
     if peer is None:

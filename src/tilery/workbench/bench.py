@@ -16,6 +16,7 @@ from tilery.measure import ceilings, timing
 from tilery.measure.check import check_baseline, checked
 from tilery.measure.place import place
 from tilery.measure.result import BASE, CONTROL, COPY, Row, is_peer
+from tilery.measure.source_hash import source_hash
 
 _COLD_BYTES = 256 * 2**20  # input sets rotate through more than the H200's 60 MB of L2
 _MOST_SETS = 1024
@@ -140,7 +141,7 @@ def _arm(op: Op, name: str, sets: Sets, row: Row) -> timing.Arm:
         call = op.baselines[name]
     else:
         plan = op.plan(op.specs(sets[0]), name)
-        row.config = str(plan.config)
+        row.config, row.source = str(plan.config), source_hash(op, name)
         call = lambda *args: plan(args)  # noqa: E731
     return rotating(call, sets)
 

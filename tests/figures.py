@@ -1,0 +1,262 @@
+"""Figures in documents, held against results/*.csv. CONTRIBUTING.md, "Figures in docs", says how they are written.
+
+Comments in the Markdown name the source of a figure: one behind a number in a sentence (`Quote`), one before a table
+(`TableSource`). A number with a unit that has neither, and is not marked as a scan, is reported by `unsourced`.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from measured import NUMBER, Result, Wrong, agrees, chosen, value_of
+from tilery.pages.summary import geometric_mean
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "ladder.md", *sorted((ROOT / "docs" / "perf").glob("*.md"))]
+
+MARKS = {  # in a comment -> what a reader must see in the text
+    "scan": re.compile(r"\b(scans?|screens?|not kept|support no claim)\b", re.IGNORECASE),
+    "not yet re-measured": re.compile(r"not yet re-measured", re.IGNORECASE),
+}
+COMMENT = re.compile(r"<!--(.*?)-->", re.DOTALL)
+FUNCTIONS = {"mean": geometric_mean, "least": min, "most": max, "count": len, "value": sum}
+
+UNIT = r"µs|ms|ns|TFLOP/s|TB/s|GB/s|%|times|×(?!\s*[\dK])|GHz"
+MEASURED = re.compile(rf"(?<![\w.×·-])(?:\d+\.\d+(?![\w.])|\d+(?:,\d{{3}})*(?=[ ](?:{UNIT})(?!\w)))")
+NO_MEASUREMENT = re.compile(  # numbers with a unit that state a rule, a version or a size
+    r"95 %|(?:used|run) \d+ times|(?:more|less) than \d+ %|\d+ % over the whole"
+    r"|turns? (?:of|lasts) \d+ ms|rounds of \d+ ms|\d+ ms turns|\d+ ms of warm-up"
+    r"|v?\d+\.\d+\.\d+\S*|(?:torch|triton|CUDA|cuDNN|Liger|TileLang|cuTile|Numba|NumPy|numba-cuda|ptxas|TileGym|DeepGEMM"
+    r"|Llama|tileiras|Python|driver)[ -]\d+\.\d+",
+    re.IGNORECASE,
+)
+
+
+@dataclass
+class Block:
+    """Lines between blank lines."""
+
+    text: str
+    line: int
+    section: tuple[str, ...]  # the headings that it stands under
+    marks: set[str] = field(default_factory=set)
+    table: "str | None" = None  # the comment that names the source of a table
+
+    @property
+    def is_table(self) -> bool:
+        return self.text.lstrip().startswith("|")
+
+    @property
+    def visible(self) -> str:
+        return COMMENT.sub("", self.text)
+
+
+def blocks(text: str) -> list[Block]:
+    """With the marks that hold for each: those of its section, of the comment before it, and of its own."""
+    fences = lambda found: re.sub(r"[^\n]", "", found[0])  # noqa: E731
+    text = re.sub(r"^ *```.*?^ *```$", fences, text, flags=re.MULTILINE | re.DOTALL)
+    found: list[Block] = []
+    path: list[tuple[int, str]] = []
+    marked: dict[tuple[str, ...], set[str]] = {}
+    waiting: set[str] = set()
+    source = None
+    after_heading = False
+    for piece in re.finditer(r"(?:[^\n]*\S[^\n]*\n?)+", text):
+        heading = re.match(r"(#+) (.*)", piece[0])
+        if heading:
+            path = [(depth, title) for depth, title in path if depth < len(heading[1])] + [
+                (len(heading[1]), heading[2])
+            ]
+            after_heading = True
+            if len(piece[0].splitlines()) == 1:
+                continue
+        section = tuple(title for _, title in path)
+        comments = [comment.strip() for comment in COMMENT.findall(piece[0])]
+        marks = {comment for comment in comments if comment in MARKS}
+        if not COMMENT.sub("", piece[0]).strip():
+            if after_heading:
+                marked.setdefault(section, set()).update(marks)
+            else:
+                waiting |= marks
+            source = next((c for c in comments if c.startswith("from:")), source)
+            continue
+        of_sections = set().union(*(marked.get(section[: i + 1], set()) for i in range(len(section))))
+        block = Block(piece[0], text.count("\n", 0, piece.start()) + 1, section, of_sections | waiting | marks)
+        if block.is_table:
+            block.table, source = source, None
+        found.append(block)
+        waiting, after_heading = set(), False
+    return found
+
+
+def unseen_marks(found: list[Block]) -> Iterator[str]:
+    """Marks that a reader does not see: the words stand in the block, or before it under the same heading."""
+    for i, block in enumerate(found):
+        before = [other for other in found[:i] if other.section == block.section[: len(other.section)]]
+        for mark in block.marks:
+            if not any(MARKS[mark].search(other.visible) for other in (block, *before)):
+                yield f"line {block.line}: expected the words of the mark {mark!r} in the text before or here, got none"
+
+
+QUOTE = re.compile(
+    rf"(?P<number>{NUMBER.pattern})(?:[*)]|[ ]?(?:{UNIT}))*"
+    rf"<!--\s*(?P<what>{'|'.join(FUNCTIONS)})\s+(?P<rest>(?:(?!-->).)*?)\s*-->"
+)
+
+
+def wrong_quotes(block: Block) -> Iterator[str]:
+    """`1.19 ×<!-- mean fp8-h200.csv peer=deepgemm M<=128 -->`: function, file, column if not the ratio, conditions."""
+    for found in QUOTE.finditer(block.text):
+        file, *words = found["rest"].split()
+        column = next((word for word in words if not re.search(r"[<>=]", word)), None)
+        rows = chosen(file, [word for word in words if word != column])
+        source = f"{found['what']} {found['rest']}"
+        if not rows or (found["what"] == "value" and len(rows) > 1):
+            wanted = "one row" if found["what"] == "value" else "rows"
+            yield f"line {block.line}: expected {wanted} for {source}, got {len(rows)}"
+            continue
+        value = _computed(found["what"], rows, column)
+        if not agrees(found["number"], value):
+            yield f"line {block.line}: {found['number']} is printed, results/{file} has {value:.5g} ({source})"
+        yield from unmarked(block, file, rows)
+    left = len(re.findall(rf"<!--\s*(?:{'|'.join(FUNCTIONS)})\s", block.text)) - len(QUOTE.findall(block.text))
+    if left:
+        yield f"line {block.line}: expected a number right before each comment, got {left} without one"
+
+
+def _computed(function: str, rows: list[Result], column: str | None) -> float:
+    if function == "count":
+        return float(len(rows))
+    name = column or ("speedup" if "speedup" in rows[0].columns else "ratio")
+    return FUNCTIONS[function]([value_of(one, name) for one in rows])
+
+
+def unmarked(block: Block, file: str, rows: list[Result]) -> Iterator[str]:
+    """What the quoted rows need said about them; a scan claims nothing, so its kernels may have changed."""
+    if "scan" in block.marks:
+        return
+    if "screen" in file:
+        yield f"line {block.line}: {file} is a screen, which claims nothing: mark the section <!-- scan --> and say so"
+    if "not yet re-measured" not in block.marks and not all(one.is_current for one in rows):
+        old = next(one for one in rows if not one.is_current).columns
+        yield (
+            f"line {block.line}: {file} was measured with another {old['op']} {old['kernel']} than there is now: "
+            "measure again, or mark it <!-- not yet re-measured --> and say so"
+        )
+
+
+@dataclass(frozen=True)
+class Column:
+    header: re.Pattern
+    values: tuple[str, ...]
+    conditions: tuple[str, ...]
+    bold: str | None
+
+
+@dataclass(frozen=True)
+class TableSource:
+    """What a `from:` comment says: the file, how keys of rows are read, and what each column holds."""
+
+    file: str
+    keys: tuple[tuple[re.Pattern, tuple[str, ...]], ...]
+    columns: tuple[Column, ...]
+
+    @classmethod
+    def parse(cls, comment: str) -> "TableSource":
+        first, *lines = [line.strip() for line in comment.removeprefix("from:").strip().splitlines()]
+        file, *everywhere = first.split()
+        keys, columns = [], []
+        for line in lines:
+            kind, _, rest = line.partition(":")
+            shown, *parts = [part.strip() for part in rest.split(";")]
+            if kind == "row":
+                keys.append((_template(shown), (*everywhere, *" ".join(parts).split())))
+            elif kind == "column":
+                header, _, values = shown.rpartition("=")
+                bold = next((part.removeprefix("bold ") for part in parts if part.startswith("bold ")), None)
+                conditions = " ".join(part for part in parts if not part.startswith("bold ")).split()
+                columns.append(Column(_template(header.strip()), tuple(values.split()), tuple(conditions), bold))
+            else:
+                raise Wrong(f"expected row: or column: in a from: comment, got {line!r}")
+        return cls(file, tuple(keys), tuple(columns))
+
+
+def _template(text: str) -> re.Pattern:
+    """`{n}, {k}`: the names are columns of the results."""
+    parts = re.split(r"\{(\w+)\}", text)
+    return re.compile("".join(f"(?P<{part}>[\\w.]+)" if i % 2 else re.escape(part) for i, part in enumerate(parts)))
+
+
+def wrong_cells(block: Block) -> Iterator[str]:
+    """Of a table with a source: every number must be that of its row and column, as it is printed."""
+    source = TableSource.parse(block.table or "")
+    header, _, *lines = [
+        [cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.text.strip().splitlines()
+    ]
+    for at, cells in enumerate(lines):
+        where = f"line {block.line + 2 + at}, {cells[0]!r}"
+        matches = [(found, more) for key, more in source.keys if (found := key.fullmatch(cells[0]))]
+        if not matches:
+            yield f"{where}: expected a row: of the from: comment to match, got none"
+            continue
+        found, more = matches[0]
+        key = [*more, *(f"{name}={text}" for name, text in found.groupdict().items())]
+        for title, cell in zip(header[1:], cells[1:]):
+            yield from (f"{where}, {title!r}: {why}" for why in _wrong_cell(block, source, key, title, cell))
+
+
+def _wrong_cell(block: Block, source: TableSource, key: list[str], title: str, cell: str) -> Iterator[str]:
+    matches = [(column, found) for column in source.columns if (found := column.header.fullmatch(title))]
+    numbers = NUMBER.findall(cell)
+    if not matches:
+        if numbers:
+            yield "expected a column: of the from: comment to match, got none"
+        return
+    column, found = matches[0]
+    conditions = [*key, *column.conditions, *(f"{name}={text}" for name, text in found.groupdict().items())]
+    if not numbers:
+        return
+    rows = chosen(source.file, conditions)
+    if len(rows) != 1:
+        yield f"expected one row of results/{source.file} for {' '.join(conditions)}, got {len(rows)}"
+        return
+    if len(numbers) != len(column.values):
+        yield f"expected {len(column.values)} numbers ({' '.join(column.values)}), got {cell!r}"
+        return
+    for printed, name in zip(numbers, column.values):
+        value = value_of(rows[0], name)
+        if not agrees(printed, value):
+            yield f"{printed} is printed, results/{source.file} has {name} = {value:.5g}"
+    if column.bold is not None and ("**" in cell) != rows[0].takes(column.bold):
+        yield f"expected {'bold' if rows[0].takes(column.bold) else 'no bold'} ({column.bold}), got {cell!r}"
+    yield from unmarked(block, source.file, rows)
+
+
+def unsourced(block: Block) -> Iterator[str]:
+    """Numbers with a unit, and decimals, that nothing says the source of."""
+    if "scan" in block.marks or block.table:
+        return
+    text = QUOTE.sub("", block.text)
+    text = COMMENT.sub("", text)
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
+    text = NO_MEASUREMENT.sub("", text)
+    numbers = list(MEASURED.finditer(text))
+    for found in numbers[:1] if block.is_table else numbers:
+        around = " ".join(text[max(found.start() - 30, 0) : found.end() + 30].split())
+        yield (
+            f"line {block.line}: expected the source of {found[0]} in {around!r}, got none: add a comment with "
+            "its file, or mark the section <!-- scan -->"
+        )
+
+
+def wrong(text: str) -> list[str]:
+    """Everything that is wrong with the figures of a document."""
+    found = blocks(text)
+    reasons = list(unseen_marks(found))
+    for block in found:
+        try:
+            reasons += [*wrong_quotes(block), *unsourced(block), *(wrong_cells(block) if block.table else ())]
+        except Wrong as why:
+            reasons.append(f"line {block.line}: {why}")
+    return list(dict.fromkeys(reasons))
