@@ -12,14 +12,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from tilery.base.errors import BadInput
 from tilery.cli import common
+from tilery.cli.tables import Reason, Reasons, Table, fact, figure, heading, key, long
 
 if TYPE_CHECKING:
     from tilery.tuning.tuner import Status, Tuned, TuneResult
 
 _COLUMNS = (
-    "op", "bucket", "kernel", "config", "ms", "× default", "95 %", "error", "roof", "of", "from", "reason",
+    heading("op"), heading("bucket"), key("kernel"), figure("ms"), figure("× default"), figure("95 %"),
+    figure("error"), figure("roof", 1), figure("of", 3), fact("from", 2), long("config"),
 )  # fmt: skip
-_RIGHT = ("ms", "× default", "error", "roof", "of")
 
 
 def tune(
@@ -97,17 +98,28 @@ def _progress() -> "Iterator[Callable[[Status], None]]":
 
 
 def _print(result: "TuneResult") -> None:
-    console = common.console()
-    console.print(common.table("tilery tune: what won", _COLUMNS, map(_line, result.tuned), _RIGHT))
-    for done in result.tuned:
-        for found in done.outcome.measured:
-            if found.status not in ("good", "refused"):
-                said = f"{done.problem.op} {done.name}: {found.candidate} {found.status}: {found.reason}"
-                console.print(common.literal(said.splitlines()[0]), highlight=False)
-    print(_times(result), file=sys.stderr)
+    won = [done for done in result.tuned if done.outcome.ranked]
+    if won:
+        common.say(Table("tilery tune: what won", _COLUMNS, map(_line, won)))
+    common.say(Reasons(_reasons(result)))
+    common.remark(_times(result))
     if result.not_reached:
-        print(f"{len(result.not_reached)} not reached within the budget: the same command goes on", file=sys.stderr)
-    print(f"kept as run {result.run}; `tilery report {result.run}` shows every candidate", file=sys.stderr)
+        common.remark(f"{len(result.not_reached)} not reached within the budget: the same command goes on")
+    common.remark(f"kept as run {result.run}; `tilery report {result.run}` shows every candidate")
+
+
+def _reasons(result: "TuneResult") -> Iterator[Reason]:
+    """What went wrong with candidates; all of them where none won."""
+    for done in result.tuned:
+        of, tried = f"{done.problem.op} {done.name}", done.outcome.measured
+        if not done.outcome.ranked:
+            yield Reason("fail", "no candidate is good", of)
+            tried = (*tried, *done.left_out)
+        for found in tried:
+            if found.status != "good" and (found.status != "refused" or not done.outcome.ranked):
+                yield Reason(found.status, found.reason.partition("\n")[0], str(found.candidate), of)
+        if done.outcome.cut_short:
+            yield Reason("cut short", "time ran out before all were measured", of)
 
 
 def _times(result: "TuneResult") -> str:
@@ -118,18 +130,13 @@ def _times(result: "TuneResult") -> str:
 
 
 def _line(done: "Tuned") -> tuple[str, ...]:
-    tried = str(len(done.outcome.measured))
-    if not done.outcome.ranked:
-        reasons = [f"{m.candidate}: {m.status}: {m.reason}" for m in (*done.outcome.measured, *done.left_out)]
-        return (done.problem.op, done.name, *[""] * 7, tried, "", common.literal("; ".join(reasons)))
     won, gain = done.outcome.ranked[0], done.outcome.gain
     entry = next(e for e in done.entries if (e.kernel, e.config) == (won.candidate.kernel, won.candidate.config))
-    config = ",".join(f"{name}={value}" for name, value in won.candidate.config.items())
     return (
-        done.problem.op, done.name, won.candidate.kernel, config, f"{won.ms:.4g}",
+        done.problem.op, done.name, won.candidate.kernel, f"{won.ms:.4g}",
         f"{gain.ratio:.3f}" if gain else "", f"{gain.low:.3f} to {gain.high:.3f}" if gain else "",
-        f"{won.error:.0e}", f"{entry.roof:.0%}", tried, won.candidate.origin,
-        "time ran out before all were measured" if done.outcome.cut_short else "",
+        f"{won.error:.0e}", f"{entry.roof:.0%}", str(len(done.outcome.measured)), won.candidate.origin,
+        common.literal(",".join(f"{name}={value}" for name, value in won.candidate.config.items())),
     )  # fmt: skip
 
 

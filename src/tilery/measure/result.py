@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import platform
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
@@ -59,6 +60,8 @@ class Row:
     rank: int | None = None  # of a tune: 0 is the winner, then the best of every other kernel
     default: bool | None = None  # of a tune: its kernel's default config
     max_diff: float | None = None  # from float64, of any element
+    allowed: float | None = None  # what the error may be
+    seed: int | None = None  # of the inputs it was checked on
     samples: tuple[float, ...] = ()  # ms a call, round by round; in the store and its exports only, as what follows
     against: tuple[float, ...] = ()  # the baseline's ms in the same rounds
 
@@ -79,6 +82,8 @@ def document(rows: Iterable[Row], **more: Any) -> dict[str, Any]:
 
 
 def _said(name: str, value: Any) -> bool:
+    if isinstance(value, float) and not math.isfinite(value):
+        return False  # JSON has no NaN and no infinity
     return name in _ALWAYS or (value not in (None, "") and name not in _STORED_ONLY)
 
 
