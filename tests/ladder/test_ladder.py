@@ -226,7 +226,11 @@ def test_without_a_gpu_rungs_are_compiled(without_a_gpu):
     assert found == [("naive", "sm_80", "compiled"), ("naive", "sm_90", "compiled"), ("tma", "sm_90", "refused")]
     done = CliRunner().invoke(app, ["ladder", "naive"])
     assert done.exit_code == 0 and "no GPU here: the rungs were compiled, not run" in done.stderr
-    assert "all rows: status compiled" in done.stdout and "sm_80" in done.stdout and "everything from global memory" in done.stdout
+    assert (
+        "all rows: status compiled" in done.stdout
+        and "sm_80" in done.stdout
+        and "everything from global memory" in done.stdout
+    )
 
 
 @pytest.mark.parametrize(

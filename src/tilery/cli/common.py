@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TextIO, get_args
 
 import typer
 from rich.console import Console
@@ -41,12 +41,15 @@ Peers = Annotated[
 STYLE = {"pass": "green", "fail": "bold red", "refused": "yellow", "compiled": "cyan", "skipped": "dim"}
 
 
-PIPED_WIDTH = 120
+PIPED_WIDTH = 120  # of what is no terminal
 
 
-def console() -> Console:
-    """As wide as the terminal; where there is none, as wide as COLUMNS says, else 120."""
-    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH, highlight=False)
+def console(stream: TextIO | None = None) -> Console:
+    """A console on a stream, stdout if none is given: as wide as COLUMNS says, else as its terminal is, else 120."""
+    stream = stream or sys.stdout
+    given = os.environ.get("COLUMNS", "")
+    width = int(given) if given.isdecimal() else os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+    return Console(file=stream, width=width or PIPED_WIDTH, highlight=False)
 
 
 def say(*shown: Any) -> None:
@@ -58,8 +61,10 @@ def say(*shown: Any) -> None:
 
 def remark(text: str) -> None:
     """A paragraph on stderr; where that is no terminal, a line."""
-    shown = Console(stderr=True, width=None if sys.stderr.isatty() else sys.maxsize, highlight=False)
-    shown.print(tables.Paragraph(text))
+    if sys.stderr.isatty():
+        console(sys.stderr).print(tables.Paragraph(text))
+    else:
+        print(text, file=sys.stderr)
 
 
 def reasons(rows: "Iterable[Row]", statuses: tuple[str, ...] = ("fail", "refused", "skipped")) -> tables.Reasons:
@@ -186,7 +191,7 @@ def require_writable(path: Path | None) -> None:
 @contextmanager
 def progress(total: int | None = None) -> Iterator[Any]:
     """A bar on stderr; yields a function that says what is under way and one that counts and may be told the total."""
-    terminal = Console(stderr=True)
+    terminal = console(sys.stderr)
     shown = Progress(
         TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
         TimeElapsedColumn(), console=terminal, transient=True, disable=not sys.stderr.isatty(),

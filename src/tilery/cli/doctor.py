@@ -47,8 +47,8 @@ def doctor(
               [(x["language"], x["version"], _good(not x["missing"])) for x in known]),
         Reasons(Reason("missing", x["missing"], x["language"]) for x in known if x["missing"]),
         "",
-        Table("Tools", (key("tool"), key("here"), long("path, or what adds it"), long("needed for")),
-              [(t["tool"], _good(bool(t["path"])), common.literal(t["path"] or t["missing"]), t["needed_for"])
+        Table("Tools", (key("tool"), key("here"), key("needed for"), long("path, or what adds it")),
+              [(t["tool"], _good(bool(t["path"])), t["needed_for"], common.literal(t["path"] or t["missing"]))
                for t in tools]),
         "",
         Table("Peers, that bench holds kernels against", (key("peer"), key("here")),

@@ -105,7 +105,7 @@ class Table:
     def _records(self, width: int) -> Iterator[Text]:
         """Every row as a paragraph."""
         for row in self.cells:
-            said = (f"{self.columns[i].name} {row[i].plain}".strip() for i in self.indices if row[i].plain)
+            said = (f"{self.columns[i].name}{JOINED}{row[i].plain}" for i in self.indices if row[i].plain)
             yield from Paragraph(", ".join(said), hang=_GAP).lines(width)
 
 
@@ -146,10 +146,13 @@ class _Layout:
         free += sum(found[i] for i in wrapping)
         for place, i in enumerate(wrapping):
             share = min(found[i], free // (len(wrapping) - place))
-            if share < min(found[i], _LEAST):
+            if share < min(found[i], max(_LEAST, self._longest_word(i))):
                 return None
             found[i], free = share, free - share
         return found if wrapping else None
+
+    def _longest_word(self, i: int) -> int:
+        return max(len(word) for row in self.table.cells for word in ("", *row[i].plain.split()))
 
     def lines(self, width: int) -> Iterator[Text]:
         widths = self._widths(width)
