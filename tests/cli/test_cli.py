@@ -118,11 +118,11 @@ def test_a_failed_check_exits_1(monkeypatch):
 
 
 def test_check_says_the_worst_error_beside_what_is_allowed_and_each_reason_once(monkeypatch):
-    plant.after(monkeypatch, REGISTRY["softmax"], "numba", torch.Tensor.zero_)
+    plant.after(monkeypatch, REGISTRY["softmax"], "numba", lambda y: y.mul_(1.5))
     said = run("check", "softmax", "-b", "numba", code=1)
     row = next(line.split() for line in said.splitlines() if line.startswith("softmax  numba"))
-    assert row[1:6] == ["numba", "2", "16", "1.0e+00", "1.0e-06"], "the failures, not the empty case that passes"
-    assert said.count("has error 1.00e+00, allowed 1e-06") == 1, "one reason, seven cases"
+    assert row[1:6] == ["numba", "2", "16", "5.0e-01", "1.0e-06"], "the failures, not the empty case that passes"
+    assert said.count("has error 5.00e-01, allowed 1e-06") == 1, "one reason, seven cases"
     assert len(re.findall(r"m=\d+,n=\d+,dtype=fp32\S* seed=\d+", said)) == 7
 
 
