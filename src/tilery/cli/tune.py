@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from tilery.base.errors import BadInput
@@ -78,10 +77,12 @@ def _numbers(text: str | None) -> list[int] | None:
 @contextmanager
 def _progress() -> "Iterator[Callable[[Status], None]]":
     """A line on stderr: problems done, candidates done, the best so far, time left."""
+    terminal = common.console(sys.stderr)
+    room = max(terminal.width - 40, 20) // 2  # of each text, beside the bar and the count
     shown = Progress(
         TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
         TextColumn("{task.fields[more]}", markup=False),
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(),
+        console=terminal, transient=True, disable=not sys.stderr.isatty(),
     )  # fmt: skip
     with shown:
         task = shown.add_task("starting", total=None, more="")
@@ -90,8 +91,8 @@ def _progress() -> "Iterator[Callable[[Status], None]]":
             left = f"{now.left_s // 60:.0f}:{now.left_s % 60:02.0f} left"
             best = f"best {now.best}" if now.best else now.what
             shown.update(
-                task, description=f"{now.problems_done}/{now.problems} {now.problem}"[:60], completed=now.done,
-                total=now.candidates, more=f"{left}  {best}"[:80],
+                task, description=f"{now.problems_done}/{now.problems} {now.problem}"[:room], completed=now.done,
+                total=now.candidates, more=f"{left}  {best}"[:room],
             )  # fmt: skip
 
         yield show
