@@ -86,8 +86,9 @@ class Table:
             return
         yield from chosen.lines(width)
         if left_out := [self.columns[i].name for i in self.indices if i not in chosen.shown]:
-            said = f"{', '.join(left_out)}: not shown in {width} columns; a wider terminal or --json has them"
-            yield from Paragraph(said).lines(width)
+            # Not all are in --json: "× first" of a ladder is computed for the table.
+            said = f"{', '.join(left_out)}: not shown in {width} columns; a wider terminal shows them"
+            yield from Paragraph(f"{said}, and --json has all that was measured").lines(width)
 
     def _layouts(self) -> "Iterator[_Layout]":
         """The first that fits is taken."""
