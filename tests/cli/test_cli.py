@@ -16,6 +16,7 @@ from tilery.cli import app, main
 from tilery.cli.common import parsed_case
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
+from tilery.measure import check as workbench_check
 from tilery.measure.store import Store
 from tilery.workbench import bench, isolate
 from tilery.workbench import run as workbench
@@ -115,6 +116,44 @@ def test_a_failed_check_exits_1(monkeypatch):
     plant.after(monkeypatch, REGISTRY["softmax"], "numba", torch.Tensor.zero_)
     said = run("check", "softmax", "-b", "numba", "--case", "m=2,n=8,dtype=fp32", code=1)
     assert "output 0 has error 1.00e+00" in said
+
+
+def test_check_says_the_worst_error_beside_what_is_allowed_and_each_reason_once(monkeypatch):
+    plant.after(monkeypatch, REGISTRY["softmax"], "numba", lambda y: y.mul_(1.5))
+    said = run("check", "softmax", "-b", "numba", code=1)
+    row = next(line.split() for line in said.splitlines() if line.startswith("softmax  numba"))
+    assert row[1:6] == ["numba", "2", "16", "5.0e-01", "1.0e-06"], "the failures, not the empty case that passes"
+    assert said.count("has error 5.00e-01, allowed 1e-06") == 1, "one reason, seven cases"
+    assert len(re.findall(r"m=\d+,n=\d+,dtype=fp32\S* seed=\d+", said)) == 7
+
+
+def test_a_failure_is_repeated_by_the_command_that_it_names(monkeypatch):
+    """Wrong for some inputs only: the seed decides."""
+    seen = []
+
+    def wrong_if_positive(x, y):
+        seen.append(x.clone())
+        y.add_(1.0 if x[0, 0] > 0 else 0.0)
+
+    plant.after(monkeypatch, REGISTRY["softmax"], "numba", wrong_if_positive, "x", "y")
+    words = ("check", "softmax", "-b", "numba", "--case", "m=2,n=8,dtype=fp32")
+    found = {seed: CliRunner().invoke(app, [*words, "--seed", str(seed)]) for seed in range(8)}
+    failed = [seed for seed, done in found.items() if done.exit_code == 1]
+    assert 0 < len(failed) < 8
+    monkeypatch.setattr(workbench_check, "fresh_seed", lambda: failed[0])
+    seen.clear()
+    said = " ".join(run(*words, code=1).replace("\\\n", " ").split())
+    command = re.search(r"tilery (check softmax .* --seed \d+)", said).group(1)
+    run(*command.split(), code=1)
+    assert torch.equal(*seen)
+
+
+def test_json_of_a_failed_check_has_error_allowed_and_seed(monkeypatch):
+    plant.after(monkeypatch, REGISTRY["softmax"], "numba", lambda y: y.fill_(float("nan")))
+    words = ("check", "softmax", "-b", "numba", "--case", "m=2,n=8,dtype=fp32", "--seed", "7")
+    (row,) = run_json(*words, code=1)["rows"]
+    assert row["seed"] == 7 and row["allowed"] == 1e-6 and "error" not in row, "JSON has no infinity"
+    assert "inf  1.0e-06" in run(*words, code=1)
 
 
 def test_check_takes_a_set_by_its_name():

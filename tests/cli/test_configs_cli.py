@@ -42,6 +42,7 @@ def entry(config=DEFAULT, case=CASE, kernel=TILES, **more):
 def folder(ship, monkeypatch):
     """A user's folder of this test's own. softmax has a kernel to tune, which runs if nothing is tuned."""
     plant.add(monkeypatch, softmax, TILES, plant.Tiles(), first=True)
+    monkeypatch.setenv("COLUMNS", "300")  # the path of a test's folder fits in a line
     return settings.get().config_dir
 
 

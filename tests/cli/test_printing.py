@@ -54,11 +54,11 @@ def test_what_an_encoding_does_not_have_is_spelt(text, spelt):
 def test_columns_are_as_wide_as_they_look(monkeypatch, tmp_path):
     from rich.console import Console
 
-    from tilery.cli import common
+    from tilery.cli.tables import Table, figure, key
 
     with (tmp_path / "out").open("w", encoding="ascii", errors="tilery") as file:
         monkeypatch.setattr(sys, "stdout", file)
-        made = common.table("Title", ("± 95 %", "next"), [("1", "a"), ("2", "b")])
+        made = Table("Title", (figure("± 95 %"), key("next")), [("1", "a"), ("2", "b")])
         Console(file=file, width=60).print(made)
     _, head, *lines = (tmp_path / "out").read_text().splitlines()
     assert {line.index(letter) for line, letter in zip(lines, "ab")} == {head.index("next")}

@@ -263,7 +263,8 @@ def test_clean_kernels_are_counted_and_the_exit_code_is_0(fake):
     assert {row["status"] for row in run_json("softmax", "--cases", "2", "--tool", "memcheck,synccheck")} == {"clean"}
 
 
-def test_a_finding_belongs_to_its_case_and_the_exit_code_is_1(fake):
+def test_a_finding_belongs_to_its_case_and_the_exit_code_is_1(fake, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     fake(OVERRUN, only={"dtype": "bf16"}, code=86)
     rows = run_json("softmax", "--backend", "triton", code=1)
     bad = [row for row in rows if row["status"] == "finding"]

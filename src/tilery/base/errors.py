@@ -20,6 +20,10 @@ class NoBackward(TileryError, RuntimeError):
 class Wrong(TileryError, AssertionError):
     """A kernel breaks its op's contract; the message says how, with the seed that shows it."""
 
+    def __init__(self, message: str, error: float | None = None, allowed: float | None = None) -> None:
+        super().__init__(message)
+        self.error, self.allowed = error, allowed  # of the output that is wrong, where one is compared
+
 
 class CompileFailed(TileryError, RuntimeError):
     """A kernel does not build for an architecture; the message ends with what the compiler said."""

@@ -1,42 +1,33 @@
 """`tilery bench`: checked first, then timed in turns with what a user would run instead."""
 
 import io
+import math
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, Group, RenderableType
 
 from tilery.base import files
 from tilery.base.errors import BadInput
 from tilery.cli import common
+from tilery.cli.tables import Paragraph, Table, fact, figure, heading, key
 
 if TYPE_CHECKING:
     from tilery.core.op import Op
     from tilery.measure.result import Row
 
 _COLUMNS = (
-    "op",
-    "case",
-    "kernel",
-    "ms",
-    "± 95 %",
-    "rate",
-    "roof",
-    "× torch",
-    "inputs",
-    "error",
-    "regs",
-    "spills",
-    "shared",
-    "status",
-    "reason",
-)
-_RIGHT = ("ms", "± 95 %", "rate", "roof", "× torch", "error", "regs", "spills", "shared")
+    heading("op"), heading("case"), key("kernel"), figure("ms"), figure("± 95 %"), figure("rate", 2),
+    figure("roof", 1), figure("× torch"), fact("inputs"), figure("error"), figure("regs", 4), figure("spills", 3),
+    figure("shared", 5), fact("status"),
+)  # fmt: skip
+_COMPILED = (
+    heading("op"), heading("case"), key("kernel"), fact("for"), figure("regs"), figure("spills"), figure("shared"),
+)  # fmt: skip
+_NAMED = 3  # rows that a verdict names
 
 
 def bench(
@@ -94,7 +85,7 @@ def bench(
         common.print_json(done.rows, run=done.id, protocol=done.protocol, minutes=round(done.minutes, 2))
     else:
         common.console().print(table)
-        print(f"kept as run {done.id}: {done.made_by}", file=sys.stderr)
+        common.remark(f"kept as run {done.id}: {done.made_by}")
     raise typer.Exit(1 if any(row.status == "fail" and is_ours(row.kernel) for row in done.rows) else 0)
 
 
@@ -112,16 +103,76 @@ def _csv_writer(form: str, ops: "list[Op]") -> "Callable[[list[Row], Path], None
     return writers[form]
 
 
-def _table(rows: "list[Row]") -> Table:
+def _table(rows: "list[Row]") -> Group:
+    """What was timed, what was compiled instead, why others were neither, and what it comes to."""
     from tilery.measure.result import machine
 
     here = machine()
     where = here["gpu"] or here["cpu"]
     title = f"tilery bench on {where}, torch {here['torch']}; inputs from memory unless it says warm"
-    return common.table(title, _COLUMNS, map(_line, rows), _RIGHT)
+    timed = [row for row in rows if row.ms is not None or row.status in ("pass", "fail")]
+    compiled = [row for row in rows if row.status == "compiled"]
+    shown: list[RenderableType] = [Table(title, _COLUMNS, map(_line, timed))] if timed else [Paragraph(title)]
+    if compiled:
+        shown += ["", Table("Compiled, not run", _COMPILED, map(_compiled_line, compiled))]
+    below = [common.reasons(rows)] if any(row.status in ("fail", "refused", "skipped") for row in rows) else []
+    said = [Paragraph(text) for text in (*_verdicts(rows), *_warnings(rows))]
+    for part in (below, said):
+        shown += ["", *part] if part else []
+    return Group(*shown)
 
 
-def _draw(table: Table, svg: Path) -> None:
+def _verdicts(rows: "list[Row]") -> list[str]:
+    """In how many rows each kernel is ahead of torch, and where it is behind."""
+    from tilery.measure.result import is_ours
+
+    kernels: dict[str, list[str]] = {}  # by what is true of them
+    for kernel in dict.fromkeys(row.kernel for row in rows if is_ours(row.kernel)):
+        held = [row for row in rows if row.kernel == kernel and (row.ratio is not None or row.status == "fail")]
+        if any(row.status == "pass" for row in held):
+            kernels.setdefault(_verdict(held), []).append(kernel)
+    return [f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {said}." for said, names in kernels.items()]
+
+
+def _verdict(rows: "list[Row]") -> str:
+    """Ahead or behind is where the whole interval of the ratio says so."""
+    held = [row for row in rows if row.status == "pass"]
+    ahead = sum((row.ratio_low or 0.0) > 1 for row in held)
+    behind = sorted((row for row in held if (row.ratio_high or 0.0) < 1), key=lambda row: row.ratio or 0.0)
+    level, failed = len(held) - ahead - len(behind), len(rows) - len(held)
+    said = f"ahead of torch in {ahead} of {_counted(len(rows), 'row')}"
+    said += "".join(f", {what} in {count}" for what, count in (("level", level), ("failed", failed)) if count)
+    if not behind:
+        return said
+    named = ", ".join(f"{row.op} {row.case} {row.ratio:.2f} ×" for row in behind[:_NAMED])
+    more = f" and {len(behind) - _NAMED} more" if len(behind) > _NAMED else ""
+    return f"{said}; {named}{more} {'is' if len(behind) == 1 else 'are'} behind"
+
+
+def _warnings(rows: "list[Row]") -> list[str]:
+    """That the machine is busy, where torch differs from itself."""
+    from tilery.measure.result import CONTROL
+    from tilery.pages.summary import CONTROL_OFF
+
+    controls = [row for row in rows if row.kernel == CONTROL and row.ratio is not None]
+    off = sorted((abs((row.ratio or 0.0) - 1), row.op, row.case) for row in controls)
+    off = [one for one in off if one[0] > CONTROL_OFF]
+    if not off:
+        return []
+    most, op, case = off[-1]
+    said = (
+        f"Warning: torch timed against itself (control:torch) differs by more than {CONTROL_OFF:.0%} in {len(off)} of "
+        f"{_counted(len(controls), 'case')}, by {most:.1%} in {op} {case}. The machine is busy or the rounds are too "
+        "few, so differences of that size between kernels mean nothing here."
+    )
+    return [said]
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _draw(table: Group, svg: Path) -> None:
     console = Console(record=True, width=150, file=io.StringIO())
     console.print(table)
     picture = console.export_svg(title="tilery bench")
@@ -131,11 +182,14 @@ def _draw(table: Table, svg: Path) -> None:
 def _line(row: "Row") -> tuple[str, ...]:
     return (
         row.op, row.case, row.kernel, *_measures(row), "" if row.inputs == "cold" else row.inputs,
-        common.number(row.error, ".0e"), common.number(row.registers), 
-        common.number(row.spills), common.number(row.shared),
-        common.styled(row.status) + (f" {row.arch}" if row.arch else ""),
-        common.literal(row.reason) if row.status in ("fail", "refused", "skipped") else "",
+        common.number(row.error, ".0e"), common.number(row.registers), common.number(row.spills),
+        common.number(row.shared), common.styled(row.status),
     )  # fmt: skip
+
+
+def _compiled_line(row: "Row") -> tuple[str, ...]:
+    used = (common.number(value) for value in (row.registers, row.spills, row.shared))
+    return row.op, row.case, row.kernel, row.arch, *used
 
 
 def _measures(row: "Row") -> tuple[str, ...]:
@@ -144,4 +198,6 @@ def _measures(row: "Row") -> tuple[str, ...]:
         return ("",) * 5
     rate = f"{row.tflops:.2f} TFLOP/s" if row.tflops * 1e3 > 20 * row.gbps else f"{row.gbps:.1f} GB/s"
     half = (row.ms_high - row.ms_low) / 2
-    return f"{row.ms:.4f}", f"{half:.4f}", rate, common.number(row.roof, ".0%"), common.number(row.ratio, ".2f")
+    digits = max(4, 3 - math.floor(math.log10(row.ms))) if row.ms > 0 else 4  # at least four that say something
+    ms, half_ms = (f"{value:.{digits}f}" for value in (row.ms, half))
+    return ms, half_ms, rate, common.number(row.roof, ".0%"), common.number(row.ratio, ".2f")

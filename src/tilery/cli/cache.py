@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tilery.cli import common
+from tilery.cli.tables import Table, figure, key, long
 
 _OURS = ("cuda", "numba")  # what the languages keep in the cache folder; the folder may be shared
 
@@ -39,8 +40,8 @@ def cache(
         }
         common.print_json([], folders=found, freed_bytes=freed)
         return
-    lines = [(n, f"{sizes[n] / 2**20:.1f} MiB", str(path), what) for n, (path, what) in folders.items()]
-    common.console().print(common.table("State", ("folder", "size", "path", "what"), lines, ("size",)))
+    lines = [(n, f"{sizes[n] / 2**20:.1f} MiB", common.literal(str(path)), what) for n, (path, what) in folders.items()]
+    common.say(Table("State", (key("folder"), figure("size"), long("path"), long("what")), lines))
     if clear:
         print(f"freed {freed / 2**20:.1f} MiB")
 

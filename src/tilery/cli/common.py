@@ -2,21 +2,21 @@
 
 import inspect
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TextIO, get_args
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from tilery.base.errors import BadInput
-from tilery.cli.surroundings import printable
+from tilery.cli import tables
 
 if TYPE_CHECKING:
     from tilery.base.spec import Case
@@ -47,9 +47,40 @@ TurnMs = Annotated[float | None, typer.Option("--turn-ms", min=0.1, help="How lo
 STYLE = {"pass": "green", "fail": "bold red", "refused": "yellow", "compiled": "cyan", "skipped": "dim"}
 
 
-def console() -> Console:
-    # Captured output gets a width that keeps every column: a table cut short says less than a long line.
-    return Console(width=None if sys.stdout.isatty() else 200)
+PIPED_WIDTH = 120  # of what is no terminal
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """A console on a stream, stdout if none is given: as wide as COLUMNS says, else as its terminal is, else 120."""
+    stream = stream or sys.stdout
+    given = os.environ.get("COLUMNS", "")
+    width = int(given) if given.isdecimal() else os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+    return Console(file=stream, width=width or PIPED_WIDTH, highlight=False)
+
+
+def say(*shown: Any) -> None:
+    """Prints tables, and texts as paragraphs, on stdout."""
+    out = console()
+    for each in shown:
+        out.print(tables.Paragraph(each) if isinstance(each, str) else each)
+
+
+def remark(text: str) -> None:
+    """A paragraph on stderr; where that is no terminal, a line."""
+    if sys.stderr.isatty():
+        console(sys.stderr).print(tables.Paragraph(text))
+    else:
+        print(text, file=sys.stderr)
+
+
+def reasons(rows: "Iterable[Row]", statuses: tuple[str, ...] = ("fail", "refused", "skipped")) -> tables.Reasons:
+    """Why rows have one of these statuses."""
+    found = (
+        tables.Reason(row.status, row.reason, row.kernel, f"{row.op} {row.case}".strip())
+        for row in rows
+        if row.status in statuses and row.reason
+    )
+    return tables.Reasons(found, STYLE)
 
 
 def chosen_ops(names: list[str] | None) -> "list[Op]":
@@ -176,14 +207,16 @@ def require_writable(path: Path | None) -> None:
 @contextmanager
 def progress(total: int | None = None) -> Iterator[Any]:
     """A bar on stderr; yields a function that says what is under way and one that counts and may be told the total."""
+    terminal = console(sys.stderr)
     shown = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(),
+        TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
+        TimeElapsedColumn(), console=terminal, transient=True, disable=not sys.stderr.isatty(),
     )  # fmt: skip
+    room = max(terminal.width - 45, 10)  # beside the bar, the count and the time
     with shown:
         task = shown.add_task("starting", total=total)
         yield (
-            lambda text: shown.update(task, description=text[:70]),
+            lambda text: shown.update(task, description=text[:room]),
             lambda total=total: shown.update(task, advance=1, total=total),
         )
 
@@ -192,20 +225,6 @@ def print_json(rows: "Iterable[Row]", **more: Any) -> None:
     from tilery.measure.result import document
 
     print(json.dumps(document(rows, **more)))
-
-
-def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[str] = ()) -> Table:
-    """Columns that no row fills are left out."""
-    title, columns = printable(title), [printable(name) for name in columns]
-    lines, right = [[printable(cell) for cell in row] for row in rows], [printable(name) for name in right]
-    filled = [i for i in range(len(columns)) if any(line[i] for line in lines)]
-    made = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
-    for i in filled:
-        wraps = columns[i] in ("reason", "command")
-        made.add_column(columns[i], justify="right" if columns[i] in right else "left", no_wrap=not wraps)
-    for line in lines:
-        made.add_row(*(line[i] for i in filled))
-    return made
 
 
 def literal(text: str) -> str:

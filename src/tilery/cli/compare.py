@@ -6,6 +6,11 @@ from typing import Annotated
 import typer
 
 from tilery.cli import common
+from tilery.cli.tables import Table, fact, figure, heading, key
+
+_COLUMNS = (
+    heading("op"), heading("case"), key("kernel"), figure("B over A"), figure("95 %"), fact("by"), key("verdict"),
+)  # fmt: skip
 
 
 def compare(
@@ -25,11 +30,12 @@ def compare(
         common.print_json([], changes=[asdict(c) | {"regressed": c in worse} for c in changes])
     else:
         lines = [
-            (c.op, c.kernel, c.case, f"{c.speed:.3f}", f"{c.low:.3f} – {c.high:.3f}", c.by,
+            (c.op, c.case, c.kernel, f"{c.speed:.3f}", f"{c.low:.3f} – {c.high:.3f}", c.by,
              "[bold red]slower[/]" if c in worse else "[green]faster[/]" if c.low > 1 else "")
             for c in changes
         ]  # fmt: skip
-        columns = ("op", "kernel", "case", "B over A", "95 %", "by", "verdict")
-        common.console().print(common.table(f"{second} held against {first}", columns, lines, ("B over A", "95 %")))
-        print(f"{len(worse)} of {len(changes)} rows slower by more than {threshold:.0%}")
+        common.say(
+            Table(f"{second} held against {first}", _COLUMNS, lines),
+            f"{len(worse)} of {len(changes)} rows slower by more than {threshold:.0%}",
+        )
     raise typer.Exit(1 if worse else 0)

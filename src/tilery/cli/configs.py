@@ -9,16 +9,23 @@ import typer
 
 from tilery.base.errors import BadInput
 from tilery.cli import common
+from tilery.cli.tables import Reason, Reasons, Table, fact, figure, heading, key, long
 
 if TYPE_CHECKING:
     from tilery.core.tuned import Entry
     from tilery.tuning.kept import File
     from tilery.tuning.verify import Group
 
-_LISTED = ("op", "device", "whose", "buckets", "entries", "stale", "file")
+_LISTED = (
+    key("op"), fact("device"), fact("whose"), figure("buckets"), figure("entries"), figure("stale"), long("file"),
+)  # fmt: skip
 _SHOWN = (
-    "bucket", "rank", "kernel", "config", "ms", "95 %", "error", "roof", "registers", "spills", "bits", "origin",
-    "when", "reason",
+    heading("bucket"), figure("rank"), key("kernel"), figure("ms"), figure("95 %"), figure("error"),
+    figure("roof", 1), figure("registers", 3), figure("spills", 2), fact("bits", 4), fact("origin", 5),
+    fact("when", 6), long("config"),
+)  # fmt: skip
+_VERIFIED = (
+    heading("op"), heading("case"), key("kernel"), figure("ms"), figure("error"), key("status"), long("config"),
 )  # fmt: skip
 
 Device = Annotated[str | None, typer.Option("--device", help="One device alone, by its name in the list.")]
@@ -47,19 +54,16 @@ def listed(ops: common.Ops = None, json: common.Json = False) -> None:
     lines = [
         (
             each.op, each.device, each.owner, str(each.buckets or ""), str(len(each.entries) or ""),
-            str(len(each.stale) or ""), str(each.path),
+            str(len(each.stale) or ""), common.literal(str(each.path)),
         )
         for each in found
     ]  # fmt: skip
     if lines:
-        common.console().print(common.table("Tuned configs", _LISTED, lines, ("buckets", "entries", "stale")))
+        common.say(Table("Tuned configs", _LISTED, lines))
     else:
         print("nothing is tuned yet: `tilery tune OP` does it")
-    for each in found:
-        if each.failure:
-            print(f"cannot be read: {each.failure}")
-    for path in strangers:
-        print(f"no op of this name is here: {path}")
+    common.say(*(f"cannot be read: {each.failure}" for each in found if each.failure))
+    common.say(*(f"no op of this name is here: {path}" for path in strangers))
     raise typer.Exit(bad)
 
 
@@ -99,22 +103,22 @@ def show(
         common.print_json([], entries=entries)
         return
     for each in found:
-        lines = [_shown(entry) for entry in each.entries]
         title = f"{each.op} on {each.device}, {each.owner}: {each.path}"
-        right = ("rank", "ms", "error", "roof", "registers", "spills")
-        common.console().print(common.table(title, _SHOWN, lines, right))
+        stale = [(entry, "; ".join(tuned.stale(entry))) for entry in each.entries]
+        common.say(
+            Table(title, _SHOWN, map(_shown, each.entries)),
+            Reasons(Reason("stale", why, entry.kernel, _bucket(entry)) for entry, why in stale if why),
+        )
+
+
+def _bucket(entry: "Entry") -> str:
+    return ",".join((*(f"{name}={value}" for name, value in entry.scaled.items()), entry.exact))
 
 
 def _shown(entry: "Entry") -> tuple[str, ...]:
-    from tilery.core import tuned
-
-    changed = tuned.stale(entry)
-    return (
-        ",".join((*(f"{name}={value}" for name, value in entry.scaled.items()), entry.exact)),
-        str(entry.rank), entry.kernel, ",".join(f"{name}={value}" for name, value in entry.config.items()),
-        *_evidence(entry), entry.origin, entry.when,
-        common.literal(f"stale: {'; '.join(changed)}" if changed else ""),
-    )  # fmt: skip
+    config = ",".join(f"{name}={value}" for name, value in entry.config.items())
+    measured = _evidence(entry)
+    return _bucket(entry), str(entry.rank), entry.kernel, *measured, entry.origin, entry.when, common.literal(config)
 
 
 def _evidence(entry: "Entry") -> tuple[str, ...]:
@@ -247,16 +251,16 @@ def _print(found: "list[Group]", mended: "list[Group]") -> None:
     if not rows:
         print("nothing is tuned for this machine: `tilery tune OP` does it")
         return
-    columns = ("op", "kernel", "case", "config", "status", "ms", "error", "reason")
     lines = [
         (
-            row.op, row.kernel, row.case, common.literal(row.config), common.styled(row.status),
-            common.number(row.ms, ".4g"), common.number(row.error, ".1e"), common.literal(row.reason),
+            row.op, row.case, row.kernel, common.number(row.ms, ".4g"), common.number(row.error, ".1e"),
+            common.styled(row.status), common.literal(row.config),
         )
         for row in rows
     ]  # fmt: skip
-    common.console().print(common.table("Tuned configs, measured again", columns, lines, ("ms", "error")))
+    common.say(Table("Tuned configs, measured again", _VERIFIED, lines))
+    common.say(common.reasons(rows, ("pass", "fail", "refused", "skipped")))
     if mended:
         print(f"{len(mended)} buckets were written anew")
     elif any(row.status == "fail" for row in rows):
-        print("`tilery configs verify --fix` keeps what was measured now; `tilery tune OP` searches anew")
+        common.say("`tilery configs verify --fix` keeps what was measured now; `tilery tune OP` searches anew")

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from tilery.cli import common
+from tilery.cli.tables import Reason, Reasons, Table, figure, key, long
 
 
 def doctor(
@@ -36,22 +37,27 @@ def doctor(
         found = {**asdict(roof), "device": device.name(where)}
         common.print_json([], languages=known, tools=tools, peers=others, ceilings=found)
         return
-    console = common.console()
-    console.print(
-        common.table("This machine", ("what", "is"), [(k, str(v)) for k, v in here.items() if k != "languages"])
-    )
-    lines = [(x["language"], x["version"], _good(not x["missing"]), common.literal(x["missing"])) for x in known]
-    console.print(common.table("\nLanguages", ("language", "version", "here", "reason"), lines))
-    lines = [
-        (t["tool"], _good(bool(t["path"])), common.literal(t["path"] or t["missing"]), t["needed_for"]) for t in tools
-    ]
-    console.print(common.table("\nTools", ("tool", "here", "path, or what adds it", "needed for"), lines))
-    named = [(p["peer"], _good(not p["missing"]), common.literal(p["missing"])) for p in others]
-    console.print(common.table("\nPeers, that bench holds kernels against", ("peer", "here", "reason"), named))
     rates = [(what, f"{getattr(roof, what) / 1e9:.1f} GB/s") for what in ("read", "copy", "write")]
     rates += [(f"matrix product, {name}", f"{rate / 1e12:.2f} TFLOP/s") for name, rate in roof.flops.items()]
     rates += [("launch", f"{roof.launch_us:.2f} µs")]
-    console.print(common.table(f"\nCeilings measured on {device.name(where)}", ("what", "rate"), rates, ("rate",)))
+    facts = [(k, common.literal(str(v))) for k, v in here.items() if k != "languages"]
+    common.say(
+        Table("This machine", (key("what"), long("is")), facts),
+        "",
+        Table("Languages", (key("language"), key("version"), key("here")),
+              [(x["language"], x["version"], _good(not x["missing"])) for x in known]),
+        Reasons(Reason("missing", x["missing"], x["language"]) for x in known if x["missing"]),
+        "",
+        Table("Tools", (key("tool"), key("here"), key("needed for"), long("path, or what adds it")),
+              [(t["tool"], _good(bool(t["path"])), t["needed_for"], common.literal(t["path"] or t["missing"]))
+               for t in tools]),
+        "",
+        Table("Peers, that bench holds kernels against", (key("peer"), key("here")),
+              [(p["peer"], _good(not p["missing"])) for p in others]),
+        Reasons(Reason("missing", p["missing"], p["peer"]) for p in others if p["missing"]),
+        "",
+        Table(f"Ceilings measured on {device.name(where)}", (key("what"), figure("rate")), rates),
+    )  # fmt: skip
 
 
 def _good(ok: bool) -> str:

@@ -1,24 +1,24 @@
 """`tilery ladder`: a matrix product in CUDA C++ from naive to the shipped kernel, built, checked and timed."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.console import Group
 
 from tilery.base.errors import BadInput
 from tilery.cli import common
+from tilery.cli.tables import Paragraph, Table, fact, figure, heading, key, long
 
 if TYPE_CHECKING:
     from tilery.base.spec import Case
     from tilery.measure.result import Row
 
 _COLUMNS = (
-    "case", "", "kernel", "TFLOP/s", "ms", "± 95 %", "% of torch", "× first", "error", "regs", "spills", "shared",
-    "needs", "status", "reason", "idea",
+    heading("case"), figure(""), key("kernel"), figure("TFLOP/s", 1), figure("ms"), figure("± 95 %"),
+    figure("% of torch"), figure("× first", 2), figure("error"), figure("regs", 5), figure("spills", 4),
+    figure("shared", 6), fact("needs", 3), fact("status"), fact("for"), long("idea"),
 )  # fmt: skip
-_RIGHT = ("", "TFLOP/s", "ms", "± 95 %", "% of torch", "× first", "error", "regs", "spills", "shared")
 
 
 def ladder(
@@ -59,11 +59,8 @@ def ladder(
     else:
         common.console().print(_table(rows))
         if any(row.status == "compiled" for row in rows):
-            print(
-                "no GPU here: the rungs were compiled, not run; on one this command checks and times them",
-                file=sys.stderr,
-            )
-        print(f"kept as run {done.id}: {done.made_by}", file=sys.stderr)
+            common.remark("no GPU here: the rungs were compiled, not run; on one this command checks and times them")
+        common.remark(f"kept as run {done.id}: {done.made_by}")
     if plot:
         files.write(plot, picture(rows, form))
     raise typer.Exit(1 if any(row.status == "fail" for row in rows) else 0)
@@ -87,7 +84,7 @@ def _in_order(rows: "list[Row]") -> "list[Row]":
     return sorted(rows, key=lambda row: (problems.index(row.case), places.get(row.kernel, -1), row.arch))
 
 
-def _table(rows: "list[Row]") -> Table:
+def _table(rows: "list[Row]") -> Group:
     from tilery.ladder.rungs import RUNGS
     from tilery.measure.result import machine
 
@@ -97,7 +94,8 @@ def _table(rows: "list[Row]") -> Table:
             first.setdefault(row.case, row.ms)
     here = machine()
     title = f"tilery ladder on {here['gpu'] or here['cpu']}, torch {here['torch']}"
-    return common.table(title, _COLUMNS, (_line(row, first.get(row.case)) for row in rows), _RIGHT)
+    lines = [_line(row, first.get(row.case)) for row in rows if row.status not in ("refused", "skipped")]
+    return Group(Table(title, _COLUMNS, lines) if lines else Paragraph(title), common.reasons(rows))
 
 
 def _line(row: "Row", first: float | None) -> tuple[str, ...]:
@@ -111,7 +109,6 @@ def _line(row: "Row", first: float | None) -> tuple[str, ...]:
         f"{first / row.ms:.1f}" if rung and first and row.ms else "",
         common.number(row.error, ".0e"), common.number(row.registers), common.number(row.spills),
         common.number(row.shared), rung.needs if rung else "",
-        common.styled(row.status) + (f" {row.arch}" if row.arch else ""),
-        common.literal(row.reason) if row.status in ("fail", "refused", "skipped") else "",
+        common.styled(row.status), row.arch,
         rung.idea if rung and row.status == "compiled" else "",
     )  # fmt: skip

@@ -5,9 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilery.cli import common
+from tilery.cli.tables import Reason, Reasons, Table, key, long
 
 if TYPE_CHECKING:
     from tilery.core.op import Op
+    from tilery.measure.result import Row
+
+_CAN = {"pass": "runs here", "compiled": "compiles here", "refused": "refuses"}
 
 
 def ops(
@@ -36,18 +40,22 @@ def ops(
     if json:
         common.print_json(rows)
         return
-    words = {"pass": "runs here", "compiled": "compiles here", "refused": "refuses"}
-    lines = [
-        (
-            r.op,
-            r.kernel,
-            f"[{common.STYLE[r.status]}]{words[r.status]}[/]",
-            r.device or r.arch,
-            common.literal(r.reason),
-        )
-        for r in rows
-    ]
-    common.console().print(common.table("Ops and kernels", ("op", "kernel", "here", "where", "reason"), lines))
+    _print(rows)
+
+
+def _print(rows: "list[Row]") -> None:
+    """A line an op: its kernels by what they can do here."""
+    lines = []
+    for op in dict.fromkeys(row.op for row in rows):
+        kernels = {s: ", ".join(row.kernel for row in rows if (row.op, row.status) == (op, s)) for s in _CAN}
+        lines.append((op, *(f"[{common.STYLE[s]}]{kernels[s]}[/]" if kernels[s] else "" for s in _CAN)))
+    common.say(Table("Ops and kernels", (key("op"), *map(long, _CAN.values())), lines), "")
+    for status in ("pass", "compiled"):
+        said = dict.fromkeys(part for r in rows if r.status == status for part in (r.device or r.arch, r.reason))
+        if said:
+            common.say(f"{_CAN[status]}: {', '.join(filter(None, said))}")
+    refused = (Reason(_CAN[row.status], row.reason, row.kernel) for row in rows if row.status == "refused")
+    common.say(Reasons(refused, {_CAN[status]: style for status, style in common.STYLE.items() if status in _CAN}))
 
 
 def _document(ops: "list[Op]") -> str:

@@ -4,9 +4,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from tilery.cli import common
+from tilery.cli.tables import Table, figure, key, long
 
 if TYPE_CHECKING:
     from tilery.models.model import Model
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from tilery.models.roofs import Roof
     from tilery.models.steps import Step
 
-_COLUMNS = ("step", "op", "shape", "calls", "FLOP", "bytes", "roof µs", "share")
-_RIGHT = ("calls", "FLOP", "bytes", "roof µs", "share")
+_COLUMNS = (key("step"), key("op"), long("shape"), *map(figure, ("calls", "FLOP", "bytes", "roof µs", "share")))
 
 
 def plan(
@@ -47,12 +46,10 @@ def plan(
         found, documents = {**asdict(roof.ceilings), "device": roof.device}, [each.document() for each in made]
         common.print_json([], model=chosen.name, tp=tp, weights=chosen.weights, ceilings=found, plans=documents)
         return
-    console = common.console()
-    console.print(_heading(chosen, roof), highlight=False)
+    common.say(_heading(chosen, roof))
     for each in made:
-        console.print(_table(each))
-    for note in _notes(chosen, made):
-        console.print(common.literal(note), highlight=False)
+        common.say("", _table(each), f"ideal: {each.tokens_per_s:,.0f} tokens/s")
+    common.say("", *_notes(chosen, made))
 
 
 def _heading(model: "Model", roof: "Roof") -> str:
@@ -71,12 +68,9 @@ def _table(made: "PassPlan") -> Table:
         )
         for step, ms, share in zip(made.steps, made.step_ms, made.shares)
     ]  # fmt: skip
-    calls, ideal = sum(step.count for step in made.steps), f"ideal: {made.tokens_per_s:,.0f} tokens/s"
+    calls = sum(step.count for step in made.steps)
     total = (_short(made.cost.flops), _short(made.cost.bytes), f"{1e3 * made.ms:.1f}", "100.0%")
-    table = common.table(f"\n{made.forward}", _COLUMNS, [*lines, ("total", "", ideal, str(calls), *total)], _RIGHT)
-    shape = table.columns[_COLUMNS.index("shape")]
-    shape.no_wrap, shape.overflow = False, "fold"  # on a narrow terminal this one gives way, not the numbers
-    return table
+    return Table(str(made.forward), _COLUMNS, [*lines, ("total", "", "", str(calls), *total)])
 
 
 def _shape(step: "Step") -> str:
@@ -93,7 +87,7 @@ def _short(value: float) -> str:
 
 
 def _notes(model: "Model", made: "list[PassPlan]") -> list[str]:
-    notes = ["", "FLOP, bytes and µs at the roof are of all calls of a step together."]
+    notes = ["FLOP, bytes and µs at the roof are of all calls of a step together."]
     if any(not step.exists for each in made for step in each.steps):
         notes.append("* not yet an op: its cost is an estimate.")
     if model.expert_layers:

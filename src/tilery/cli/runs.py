@@ -7,6 +7,7 @@ import typer
 
 from tilery.base.errors import BadInput
 from tilery.cli import common
+from tilery.cli.tables import Table, fact, figure, key, long
 
 runs = typer.Typer(help="List stored runs; export and import them.", invoke_without_command=True)
 
@@ -32,7 +33,8 @@ def listed(context: typer.Context, json: common.Json = False) -> None:
         state = "[green]finished[/]" if run.finished else "[yellow]stopped[/]"
         lines.append((run.id, state, str(len(rows)), where, common.literal(run.command)))
     if lines:
-        common.console().print(common.table("Runs", ("run", "state", "rows", "device", "command"), lines, ("rows",)))
+        columns = (key("run"), fact("state"), figure("rows"), fact("device"), long("command"))
+        common.say(Table("Runs", columns, lines))
     else:
         print("no runs yet: `tilery bench` makes one")
 

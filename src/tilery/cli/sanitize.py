@@ -2,7 +2,6 @@
 
 import json as json_module
 import os
-import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from tilery.base.errors import BadInput
 from tilery.cli import common
+from tilery.cli.tables import Paragraph, Table, fact, figure, key
 
 if TYPE_CHECKING:
     from tilery.workbench.sanitize import Row
@@ -21,7 +21,6 @@ Jobs = Annotated[
 ]
 Timeout = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one process may take.")]
 
-_WIDTH = 80
 _STYLE = {"clean": "green", "finding": "bold red", "tool": "yellow", "skipped": "dim", "failed": "bold red"}
 
 
@@ -82,23 +81,22 @@ def _number_of_cases(text: str | None) -> int | str | None:
 
 
 def _print(rows: "list[Row]", verdict: str) -> None:
-    """A line per kernel and tool, then what is not clean, in full; 80 columns are enough."""
-    console = common.console()
+    """A line per kernel and tool, then what is not clean, in full."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.op, row.kernel, row.tool), []).append(row)
-    several = len({row.tool for row in rows}) > 1
     lines = []
     for (op, kernel, tool), group in groups.items():
         cases = len({row.case for row in group if row.case})
         worst = next(s for s in ("finding", "failed", "tool", "clean", "skipped") if any(r.status == s for r in group))
         styled = f"[{_STYLE[worst]}]{worst}[/]"
-        lines.append((op, kernel, tool if several else "", str(cases or ""), styled))
-    console.print(common.table("Kernels examined", ("op", "kernel", "tool", "cases", "result"), lines, ("cases",)))
+        lines.append((op, kernel, tool, str(cases or ""), styled))
+    columns = (key("op"), key("kernel"), fact("tool"), figure("cases"), key("result"))
+    common.say(Table("Kernels examined", columns, lines))
     for row in rows:
         if row.status != "clean":
             _print_in_full(row)
-    console.print(textwrap.fill(verdict, _WIDTH), markup=False, highlight=False)
+    common.say(verdict)
 
 
 def _print_in_full(row: "Row") -> None:
@@ -107,7 +105,4 @@ def _print_in_full(row: "Row") -> None:
     paragraphs = [f"{row.status}: {named}", row.what + times]
     paragraphs += [f"at {row.where}"] if row.where else []
     paragraphs += [f"the tool's own: {row.reason}"] if row.reason else []
-    for i, text in enumerate(paragraphs):
-        indent = "  " if i else ""
-        for line in text.splitlines():
-            print(textwrap.fill(line, _WIDTH, initial_indent=indent, subsequent_indent="    "))
+    common.say(*(Paragraph(text, indent=2 if i else 0, hang=2) for i, text in enumerate(paragraphs)))

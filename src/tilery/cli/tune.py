@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from tilery.base.errors import BadInput
 from tilery.cli import common
+from tilery.cli.tables import Reason, Reasons, Table, fact, figure, heading, key, long
 
 if TYPE_CHECKING:
     from tilery.tuning.tuner import Status, Tuned, TuneResult
 
 _COLUMNS = (
-    "op", "bucket", "kernel", "config", "ms", "× default", "95 %", "error", "roof", "of", "from", "reason",
+    heading("op"), heading("bucket"), key("kernel"), figure("ms"), figure("× default"), figure("95 %"),
+    figure("error"), figure("roof", 1), figure("of", 3), fact("from", 2), long("config"),
 )  # fmt: skip
-_RIGHT = ("ms", "× default", "error", "roof", "of")
 
 
 def tune(
@@ -77,10 +77,12 @@ def _numbers(text: str | None) -> list[int] | None:
 @contextmanager
 def _progress() -> "Iterator[Callable[[Status], None]]":
     """A line on stderr: problems done, candidates done, the best so far, time left."""
+    terminal = common.console(sys.stderr)
+    room = max(terminal.width - 40, 20) // 2  # of each text, beside the bar and the count
     shown = Progress(
         TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
         TextColumn("{task.fields[more]}", markup=False),
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(),
+        console=terminal, transient=True, disable=not sys.stderr.isatty(),
     )  # fmt: skip
     with shown:
         task = shown.add_task("starting", total=None, more="")
@@ -89,25 +91,36 @@ def _progress() -> "Iterator[Callable[[Status], None]]":
             left = f"{now.left_s // 60:.0f}:{now.left_s % 60:02.0f} left"
             best = f"best {now.best}" if now.best else now.what
             shown.update(
-                task, description=f"{now.problems_done}/{now.problems} {now.problem}"[:60], completed=now.done,
-                total=now.candidates, more=f"{left}  {best}"[:80],
+                task, description=f"{now.problems_done}/{now.problems} {now.problem}"[:room], completed=now.done,
+                total=now.candidates, more=f"{left}  {best}"[:room],
             )  # fmt: skip
 
         yield show
 
 
 def _print(result: "TuneResult") -> None:
-    console = common.console()
-    console.print(common.table("tilery tune: what won", _COLUMNS, map(_line, result.tuned), _RIGHT))
-    for done in result.tuned:
-        for found in done.outcome.measured:
-            if found.status not in ("good", "refused"):
-                said = f"{done.problem.op} {done.name}: {found.candidate} {found.status}: {found.reason}"
-                console.print(common.literal(said.splitlines()[0]), highlight=False)
-    print(_times(result), file=sys.stderr)
+    won = [done for done in result.tuned if done.outcome.ranked]
+    if won:
+        common.say(Table("tilery tune: what won", _COLUMNS, map(_line, won)))
+    common.say(Reasons(_reasons(result)))
+    common.remark(_times(result))
     if result.not_reached:
-        print(f"{len(result.not_reached)} not reached within the budget: the same command goes on", file=sys.stderr)
-    print(f"kept as run {result.run}; `tilery report {result.run}` shows every candidate", file=sys.stderr)
+        common.remark(f"{len(result.not_reached)} not reached within the budget: the same command goes on")
+    common.remark(f"kept as run {result.run}; `tilery report {result.run}` shows every candidate")
+
+
+def _reasons(result: "TuneResult") -> Iterator[Reason]:
+    """What went wrong with candidates; all of them where none won."""
+    for done in result.tuned:
+        of, tried = f"{done.problem.op} {done.name}", done.outcome.measured
+        if not done.outcome.ranked:
+            yield Reason("fail", "no candidate is good", of)
+            tried = (*tried, *done.left_out)
+        for found in tried:
+            if found.status != "good" and (found.status != "refused" or not done.outcome.ranked):
+                yield Reason(found.status, found.reason.partition("\n")[0], str(found.candidate), of)
+        if done.outcome.cut_short:
+            yield Reason("cut short", "time ran out before all were measured", of)
 
 
 def _times(result: "TuneResult") -> str:
@@ -118,18 +131,13 @@ def _times(result: "TuneResult") -> str:
 
 
 def _line(done: "Tuned") -> tuple[str, ...]:
-    tried = str(len(done.outcome.measured))
-    if not done.outcome.ranked:
-        reasons = [f"{m.candidate}: {m.status}: {m.reason}" for m in (*done.outcome.measured, *done.left_out)]
-        return (done.problem.op, done.name, *[""] * 7, tried, "", common.literal("; ".join(reasons)))
     won, gain = done.outcome.ranked[0], done.outcome.gain
     entry = next(e for e in done.entries if (e.kernel, e.config) == (won.candidate.kernel, won.candidate.config))
-    config = ",".join(f"{name}={value}" for name, value in won.candidate.config.items())
     return (
-        done.problem.op, done.name, won.candidate.kernel, config, f"{won.ms:.4g}",
+        done.problem.op, done.name, won.candidate.kernel, f"{won.ms:.4g}",
         f"{gain.ratio:.3f}" if gain else "", f"{gain.low:.3f} to {gain.high:.3f}" if gain else "",
-        f"{won.error:.0e}", f"{entry.roof:.0%}", tried, won.candidate.origin,
-        "time ran out before all were measured" if done.outcome.cut_short else "",
+        f"{won.error:.0e}", f"{entry.roof:.0%}", str(len(done.outcome.measured)), won.candidate.origin,
+        common.literal(",".join(f"{name}={value}" for name, value in won.candidate.config.items())),
     )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ class Checked:
     errors: tuple[float, ...]  # one per output
     refused: str | None = None  # as the case declares
     max_diff: float = 0.0  # the largest difference of any element that is finite
+    allowed: tuple[float, ...] = ()  # what each error may be
 
 
 Right = tuple[Tensor, ...]  # outputs, then mutated arguments
@@ -51,6 +52,10 @@ class Limits:
     @classmethod
     def of(cls, op: Op, call: Call) -> "Limits":
         return cls(op.tolerance(call), op.slack(call), op.rows_cancel)
+
+    def allowed(self, out: Tensor) -> float:
+        """The error that `out` may have."""
+        return _of(self.error, out.dtype)
 
     def reason(self, out: Tensor, ref: Tensor) -> tuple[Judged, str | None]:
         """How far `out` is from `ref`, and in words why that is too far; None if it is not."""
@@ -163,9 +168,14 @@ def check_baseline(op: Op, name: str, case: Case, target: Any, seed: int | None 
     return judge_call(op, where, args, call, limits)
 
 
+def fresh_seed() -> int:
+    """Another one every time: what was checked yesterday is not checked again."""
+    return random.randrange(2**31)
+
+
 def _drawn(op: Op, arm: str, case: Case, target: Any, seed: int | None) -> tuple[str, tuple[Any, ...]]:
     """What is checked, in words, and its arguments."""
-    seed = random.randrange(2**31) if seed is None else seed
+    seed = fresh_seed() if seed is None else seed
     args = op.complete((), op.inputs(**case.params, device=target, seed=seed))
     return f"{op.name} {arm} {case} seed={seed}", args
 
@@ -184,9 +194,9 @@ def judge_call(
     return _held(where, reference(op, before) if right is None else right, outs, limits)
 
 
-def conform(op: Op, kernel: str, case: Case, target: Any) -> Checked:
+def conform(op: Op, kernel: str, case: Case, target: Any, seed: int | None = None) -> Checked:
     """`check`, and a refusal must be what the case declares: no more, no less."""
-    found, expected = check(op, kernel, case, target), case.refused_by.get(kernel)
+    found, expected = check(op, kernel, case, target, seed), case.refused_by.get(kernel)
     if expected is None and found.refused is not None:
         raise Wrong(f"{op.name} {kernel} {case}: should take it, refused: {found.refused}")
     if expected is not None and (found.refused is None or expected not in found.refused):
@@ -209,7 +219,7 @@ def _held(where: str, refs: Right, outs: tuple[Any, ...], limits: Limits) -> Che
     """`outs` are the op's outputs, then its mutated arguments; None is one that a peer does not compute."""
     if len(outs) != len(refs):
         raise Wrong(f"{where}: should give {len(refs)} outputs, gave {len(outs)}")
-    errors, largest = [], 0.0
+    errors, allowed, largest = [], [], 0.0
     for i, (out, ref) in enumerate(zip(outs, refs)):
         if out is None:
             continue
@@ -217,16 +227,21 @@ def _held(where: str, refs: Right, outs: tuple[Any, ...], limits: Limits) -> Che
             raise Wrong(f"{where}: output {i} must be {list(ref.shape)}, is {list(out.shape)}")
         found, why = limits.reason(out, ref)
         if why is not None:
-            raise Wrong(f"{where}: output {i} {why}")
+            raise Wrong(f"{where}: output {i} {why}", found.error, limits.allowed(out))
         errors.append(found.error)
+        allowed.append(limits.allowed(out))
         largest = max(largest, found.largest)
-    return Checked(tuple(errors), max_diff=largest)
+    return Checked(tuple(errors), max_diff=largest, allowed=tuple(allowed))
 
 
 def rows(
-    op: Op, kernels: list[str], cases: list[Case], compiler: Compiler, progress: Callable[[str], None] = lambda _: None
-) -> Iterator[Row]:
-    """A row for every kernel and case that runs here; one compiled row per dtype for a kernel that does not."""
+    op: Op, kernels: list[str], cases: list[Case], compiler: Compiler, progress: Callable[[str], None] = lambda _: None,
+    seed: int | None = None,
+) -> Iterator[Row]:  # fmt: skip
+    """A row for every kernel and case that runs here; one compiled row per dtype for a kernel that does not.
+
+    Inputs are drawn from `seed`; from another one for every row if it is None.
+    """
     for kernel in kernels:
         where = place(op, kernel)
         if where.device is None:
@@ -236,36 +251,43 @@ def rows(
             continue
         for case in cases:
             progress(f"checking {op.name} {kernel} {case}")
-            yield _row(op, kernel, case, where)
+            yield _row(op, kernel, case, where, seed)
 
 
 def _one_per_dtype(cases: list[Case]) -> list[Case]:
     return list({case.params.get("dtype"): case for case in reversed(cases)}.values())[::-1]
 
 
-def _row(op: Op, kernel: str, case: Case, where: Place) -> Row:
+def _row(op: Op, kernel: str, case: Case, where: Place, seed: int | None) -> Row:
     assert where.device is not None
     call = call_for(op, case, "cpu") if where.interpreted else None
     if call and (why := policy.environment_refusal(op, kernel, where.device, call)):
         return Row(op.name, kernel, str(case), "skipped", why, device="interpreter")
     ours = any(case is known for known in op.cases["test"])  # a user's own case declares no refusals
-    row = checked(op, kernel, case, where.device, conform if ours else check)
+    row = checked(op, kernel, case, where.device, conform if ours else check, seed)
     row.device = "interpreter" if where.interpreted else row.device
     return row
 
 
-def checked(op: Op, kernel: str, case: Case, target: torch.device, checker: Callable[..., Checked] = check) -> Row:
+def checked(
+    op: Op, kernel: str, case: Case, target: torch.device, checker: Callable[..., Checked] = check,
+    seed: int | None = None,
+) -> Row:  # fmt: skip
     """What the checker finds, as a row, whatever it raises."""
-    row = Row(op.name, kernel, str(case), "pass", device=device.name(target))
+    seed = fresh_seed() if seed is None else seed
+    row = Row(op.name, kernel, str(case), "pass", device=device.name(target), seed=seed)
     try:
-        found = checker(op, kernel, case, target)
+        found = checker(op, kernel, case, target, seed)
     except BadInput:  # the case is not one of the op's
         raise
     except Exception as error:  # a kernel may raise anything; its row says what, and the others go on
         row.status, row.reason = "fail", str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
+        if isinstance(error, Wrong):
+            row.error, row.allowed = error.error, error.allowed
         return row
     if found.refused is not None:
         row.status, row.reason = "refused", found.refused
     else:
-        row.error, row.max_diff = max(found.errors, default=0.0), found.max_diff
+        worst = max(zip(found.errors, found.allowed), key=lambda one: one[0], default=(0.0, None))
+        (row.error, row.allowed), row.max_diff = worst, found.max_diff
     return row

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import platform
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
@@ -60,6 +61,8 @@ class Row:
     default: bool | None = None  # of a tune: its kernel's default config
     max_diff: float | None = None  # from float64, of any element
     source: str = ""  # hash of the source of a kernel of ours, as it was measured: measure/source_hash.py
+    allowed: float | None = None  # what the error may be
+    seed: int | None = None  # of the inputs it was checked on
     samples: tuple[float, ...] = ()  # ms a call, round by round; in the store and its exports only, as what follows
     against: tuple[float, ...] = ()  # the baseline's ms in the same rounds
 
@@ -80,6 +83,8 @@ def document(rows: Iterable[Row], **more: Any) -> dict[str, Any]:
 
 
 def _said(name: str, value: Any) -> bool:
+    if isinstance(value, float) and not math.isfinite(value):
+        return False  # JSON has no NaN and no infinity
     return name in _ALWAYS or (value not in (None, "") and name not in _STORED_ONLY)
 
 

@@ -96,6 +96,33 @@ CLI.add(
     inside="_parsed",
 )
 
+CLI.add(
+    "columns-wider-than-the-terminal",
+    "        if free >= 0:\n",
+    "        if free >= -20:\n",
+    "test_tables.py::test_a_table_fits_and_keeps_every_figure[bench-80]",
+    inside="_widths",
+)
+CLI.add(
+    "columns-left-out-in-silence",
+    "if left_out := [self.columns[i].name for i in self.indices if i not in chosen.shown]:",
+    "if left_out := [self.columns[i].name for i in self.indices if i not in self.indices]:",
+    "test_tables.py::test_a_table_fits_and_keeps_every_figure[bench-80]",
+)
+CLI.add(
+    "worst-error-of-what-passes",
+    'return row.status == "fail", used',
+    'return row.status == "pass", used',
+    "test_cli.py::test_check_says_the_worst_error_beside_what_is_allowed_and_each_reason_once",
+)
+CLI.add(
+    "seed-not-used",
+    "compiler, say, seed)",
+    "compiler, say)",
+    "test_cli.py::test_a_failure_is_repeated_by_the_command_that_it_names",
+    inside="check",
+)
+
 PATCH.add(
     "window-dropped",
     '"window": mask.window, "key_mask": mask.seen}',
