@@ -26,7 +26,7 @@ DOCUMENTS = [
 
 # What a reader fills in, as a word of its own.
 FILLED = {
-    "OP": "matmul", "<op>": "matmul", "B": "triton", "<language>": "triton", "SET": "llama-8b", "RUN": "last",
+    "N": "7", "OP": "matmul", "<op>": "matmul", "B": "triton", "<language>": "triton", "SET": "llama-8b", "RUN": "last",
     "RUNG": "naive", "A": "last", "FILE": "file.json", "FILE.svg": "file.svg", "FILE.html": "file.html",
     "FILE.csv": "file.csv", "FOLDER": "folder",
 }  # fmt: skip

@@ -27,6 +27,7 @@ if "PYTHONPATH" in os.environ:  # tests start processes in other folders
     os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, os.environ["PYTHONPATH"].split(os.pathsep)))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ["COLUMNS"] = "120"  # as wide as what is piped, whatever terminal the tests are started in
 os.environ.pop("TILERY_CONFIG_DIR", None)
 os.environ.pop("TILERY_EXPLAIN", None)
 
