@@ -69,7 +69,7 @@ def bench(
 
     common.require_writable(csv)
     common.require_writable(svg)
-    chosen, given = common.chosen_ops(ops), common.product(n, k, m)
+    chosen, given, shapes = common.chosen_ops(ops), common.product(n, k, m), common.settled_shapes(shapes)
     require_known(chosen, backend, "--backend")
     against = common.chosen_peers(chosen, peers)
     choices = [
@@ -86,14 +86,14 @@ def bench(
     depth = timing.SCREEN if screen else timing.FULL
     depth = replace(depth, rounds=rounds or depth.rounds)
     with common.progress() as (say, count):
-        done = run(choices, Store(), depth, not warm, say, count)
+        done = run(choices, Store(), depth, not warm, say, count, shapes)
     if csv:
         write_csv(done.rows, csv)
-    table = _table(done.rows)
+    table = _table(done.rows, common.shapes_title(shapes))
     if svg:
         _draw(table, svg)
     if json:
-        common.print_json(done.rows, run=done.id)
+        common.print_json(done.rows, run=done.id, **common.shapes_said(shapes))
     else:
         common.console().print(table)
         print(f"kept as run {done.id}", file=sys.stderr)
@@ -114,13 +114,13 @@ def _csv_writer(form: str, ops: "list[Op]") -> "Callable[[list[Row], Path], None
     return writers[form]
 
 
-def _table(rows: "list[Row]") -> Table:
+def _table(rows: "list[Row]", more: str) -> Table:
     from tilery.measure.result import machine
 
     here = machine()
     where = here["gpu"] or here["cpu"]
     title = f"tilery bench on {where}, torch {here['torch']}; inputs from memory unless it says warm"
-    return common.table(title, _COLUMNS, map(_line, rows), _RIGHT)
+    return common.table(title + more, _COLUMNS, map(_line, rows), _RIGHT)
 
 
 def _draw(table: Table, svg: Path) -> None:

@@ -25,7 +25,7 @@ def check(
     from tilery.measure.compile import Compiler
     from tilery.measure.place import chosen_kernels, require_known
 
-    chosen, given = common.chosen_ops(ops), common.product(n, k, m)
+    chosen, given, shapes = common.chosen_ops(ops), common.product(n, k, m), common.settled_shapes(shapes)
     require_known(chosen, backend, "--backend")
     rows: list[Row] = []
     with Compiler() as compiler, common.progress(sum(len(op.kernels) for op in chosen)) as (say, count):
@@ -37,13 +37,13 @@ def check(
                 count()
     failed = [row for row in rows if row.status == "fail"]
     if json:
-        common.print_json(rows)
+        common.print_json(rows, **common.shapes_said(shapes))
     else:
-        _print(rows, failed)
+        _print(rows, failed, common.shapes_title(shapes))
     raise typer.Exit(1 if failed else 0)
 
 
-def _print(rows: "list[Row]", failed: "list[Row]") -> None:
+def _print(rows: "list[Row]", failed: "list[Row]", more: str) -> None:
     console = common.console()
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -58,7 +58,7 @@ def _print(rows: "list[Row]", failed: "list[Row]") -> None:
         shown = [f"[{common.STYLE[s]}]{n}[/]" if n else "" for s, n in zip(columns[2:7], counts)]
         lines.append((op, kernel, *shown, common.number(worst, ".1e"), where, common.literal(reason)))
     right = (*columns[2:8],)
-    console.print(common.table("Cases checked against float64", columns, lines, right))
+    console.print(common.table(f"Cases checked against float64{more}", columns, lines, right))
     for row in failed:
         console.print(f"[bold red]fail[/] {row.op} {row.kernel} {row.case}", highlight=False)
         console.print(f"  {row.reason}", markup=False, highlight=False)

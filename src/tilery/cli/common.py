@@ -31,7 +31,10 @@ Width = Annotated[int | None, typer.Option("--N", min=1, help="With --K: a produ
 Depth = Annotated[int | None, typer.Option("--K", min=1, help="With --N, see there.")]
 Rows = Annotated[str | None, typer.Option("--M", help="Of --N and --K: 1,16,64; 1 to 4096 in 18 steps if not given.")]
 
-Shapes = Annotated[str | None, typer.Option("--shapes", help="A named set: llama-8b, qwen3-8b, deepseek-v3, quick …")]
+Shapes = Annotated[
+    str | None,
+    typer.Option("--shapes", help="A set by name: llama-8b, qwen3-8b, deepseek-v3, quick … or random[:COUNT[:SEED]]."),
+]
 
 Peers = Annotated[
     list[str] | None,
@@ -149,6 +152,23 @@ def chosen_cases(op: "Op", case: str | None, shapes: str | None, given: Product)
     if given.n is not None and given.k is not None:
         return products(op, given.n, given.k, given.rows or PRODUCT_ROWS)
     return cases(op, shapes) if shapes is not None else None
+
+
+def settled_shapes(shapes: str | None) -> str | None:
+    """--shapes; a random set with its count and its seed, which is drawn here unless it was given."""
+    from tilery.workbench.shapes import settled
+
+    return settled(shapes)
+
+
+def shapes_said(shapes: str | None) -> dict[str, str]:
+    """What --json says of them."""
+    return {} if shapes is None else {"shapes": shapes}
+
+
+def shapes_title(shapes: str | None) -> str:
+    """What a table's heading says of them."""
+    return "" if shapes is None else f"; --shapes {shapes}"
 
 
 def require_writable(path: Path | None) -> None:

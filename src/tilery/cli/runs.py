@@ -30,7 +30,9 @@ def listed(context: typer.Context, json: common.Json = False) -> None:
         rows = store.rows(run.id)
         where = run.machine.get("gpu") or run.machine.get("cpu") or ""
         state = "[green]finished[/]" if run.finished else "[yellow]stopped[/]"
-        lines.append((run.id, state, str(len(rows)), where, common.literal(run.command)))
+        shapes = run.machine.get("shapes") or ""
+        command = run.command if shapes in run.command else f"{run.command} ({shapes})"
+        lines.append((run.id, state, str(len(rows)), where, common.literal(command)))
     if lines:
         common.console().print(common.table("Runs", ("run", "state", "rows", "device", "command"), lines, ("rows",)))
     else:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -19,10 +20,10 @@ _KEPT_STAGES = ("cuda", "ptx", "sass", "asm")
 class Recorder:
     """The rows of one run, in the store before the next is measured."""
 
-    def __init__(self, store: Store, devices: Iterable[torch.device]) -> None:
+    def __init__(self, store: Store, devices: Iterable[torch.device], more: dict[str, Any] | None = None) -> None:
         self.store, self.rows = store, list[Row]()
         roofs = {device.name(where): asdict(ceilings.ceilings(where)) for where in devices}
-        self.id = store.start(command_line(), {"ceilings": roofs})
+        self.id = store.start(command_line(), {"ceilings": roofs} | (more or {}))
 
     def add(self, *rows: Row) -> None:
         self.rows += rows
