@@ -161,6 +161,21 @@ def test_check_takes_a_set_by_its_name():
     assert [r["case"] for r in rows] == ["m=16,n=4096,dtype=bf16", "m=4096,n=4096,dtype=bf16"]
 
 
+def test_a_random_set_is_said_with_its_seed(at_hand):
+    checked = run_json("check", "topk_softmax", "-b", "numba", "--shapes", "random:2")
+    name = checked["shapes"]
+    assert re.fullmatch(r"random:2:\d+", name) and len(checked["rows"]) == 2
+    assert f"--shapes {name}" in " ".join(run("check", "topk_softmax", "-b", "numba", "--shapes", name).split())
+    words = ("bench", "topk_softmax", "-b", "numba", "--peers", "torch", "--screen", "--shapes")
+    again = run_json(*words, name)
+    assert again["shapes"] == name
+    assert {r["case"] for r in again["rows"]} == {r["case"] for r in checked["rows"]}  # the same cases
+    fresh = re.search(r"--shapes (random:20:\d+)", run(*words, "random"))[1]
+    kept = run_json("runs")["runs"][-2:]
+    assert [each["machine"]["shapes"] for each in kept] == [name, fresh]
+    assert f"({fresh})" in run("runs")  # the command does not say it
+
+
 def test_check_compiles_what_cannot_run(without_a_gpu):
     rows = run_json("check", "softmax", "-b", "cuda")["rows"]
     assert [r["status"] for r in rows] == ["compiled"] * 3 and all(r["registers"] > 0 for r in rows)

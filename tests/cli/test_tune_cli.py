@@ -218,6 +218,10 @@ def test_a_product_is_tuned_at_the_rows_that_were_named(tmp_path):
             "rows are those of matmul and fp8_matmul, got them for softmax",
         ),
         (["--model", "llama-8b", "--M", "1"], "rows are those of products that are named, got no op"),
+        (
+            ["matmul", "--shapes", "random", "--budget", "0"],
+            "--shapes random is what defaults are judged by, so nothing is tuned on it",
+        ),
         (["softmax", "--gpus", "a"], "--gpus must be numbers of GPUs"),
         (["softmax", "--search", "luck"], "search must be one of halving, exhaustive, got 'luck'"),
         (["--model", "gpt-9"], "gpt-9"),

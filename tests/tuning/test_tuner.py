@@ -382,6 +382,7 @@ def test_a_budget_that_is_none_is_named(text):
         ({"op": "warp"}, "op must be one of .*, got 'warp'"),
         ({"op": "softmax", "backend": "warp"}, "backend must be one of .*, got 'warp'"),
         ({"op": "softmax", "shapes": "quick", "model": "llama-8b"}, "exclude each other"),
+        ({"op": "matmul", "shapes": "random:5:1", "budget": 0}, "judged by, so nothing is tuned on it"),
         ({"op": ["softmax", "argmax"], "cases": [LARGE]}, "cases are those of one op, got 2"),
         ({"op": "softmax", "search": "luck"}, "search must be one of halving, exhaustive, got 'luck'"),
         ({"op": "softmax", "bits": "luck"}, "bits must be one of any, stable, got 'luck'"),

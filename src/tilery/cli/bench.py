@@ -59,7 +59,7 @@ def bench(
 
     common.require_writable(csv)
     common.require_writable(svg)
-    chosen, given = common.chosen_ops(ops), common.product(n, k, m)
+    chosen, given, shapes = common.chosen_ops(ops), common.product(n, k, m), common.settled_shapes(shapes)
     require_known(chosen, backend, "--backend")
     against = common.chosen_peers(chosen, peers)
     choices = [
@@ -75,14 +75,15 @@ def bench(
     write_csv = _csv_writer(csv_form or ("pairs" if given else "rows"), chosen)
     depth = common.depth(screen, rounds, turn_ms)
     with common.progress() as (say, count):
-        done = run(choices, Store(), depth, not warm, say, count)
+        done = run(choices, Store(), depth, not warm, say, count, shapes)
     if csv:
         write_csv(done.rows, csv)
-    table = _table(done.rows)
+    table = _table(done.rows, common.shapes_title(shapes))
     if svg:
         _draw(table, svg)
     if json:
-        common.print_json(done.rows, run=done.id, protocol=done.protocol, minutes=round(done.minutes, 2))
+        measured = {"protocol": done.protocol, "minutes": round(done.minutes, 2)}
+        common.print_json(done.rows, run=done.id, **measured, **common.shapes_said(shapes))
     else:
         common.console().print(table)
         common.remark(f"kept as run {done.id}: {done.made_by}")
@@ -103,13 +104,14 @@ def _csv_writer(form: str, ops: "list[Op]") -> "Callable[[list[Row], Path], None
     return writers[form]
 
 
-def _table(rows: "list[Row]") -> Group:
+def _table(rows: "list[Row]", more: str = "") -> Group:
     """What was timed, what was compiled instead, why others were neither, and what it comes to."""
     from tilery.measure.result import machine
 
     here = machine()
     where = here["gpu"] or here["cpu"]
     title = f"tilery bench on {where}, torch {here['torch']}; inputs from memory unless it says warm"
+    title += more
     timed = [row for row in rows if row.ms is not None or row.status in ("pass", "fail")]
     compiled = [row for row in rows if row.status == "compiled"]
     shown: list[RenderableType] = [Table(title, _COLUMNS, map(_line, timed))] if timed else [Paragraph(title)]

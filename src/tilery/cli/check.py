@@ -36,7 +36,7 @@ def check(
     from tilery.measure.compile import Compiler
     from tilery.measure.place import chosen_kernels, require_known
 
-    chosen, given = common.chosen_ops(ops), common.product(n, k, m)
+    chosen, given, shapes = common.chosen_ops(ops), common.product(n, k, m), common.settled_shapes(shapes)
     require_known(chosen, backend, "--backend")
     rows: list[Row] = []
     with Compiler() as compiler, common.progress(sum(len(op.kernels) for op in chosen)) as (say, count):
@@ -48,13 +48,13 @@ def check(
                 count()
     failed = [row for row in rows if row.status == "fail"]
     if json:
-        common.print_json(rows)
+        common.print_json(rows, **common.shapes_said(shapes))
     else:
-        _print(rows, failed)
+        _print(rows, failed, common.shapes_title(shapes))
     raise typer.Exit(1 if failed else 0)
 
 
-def _print(rows: "list[Row]", failed: "list[Row]") -> None:
+def _print(rows: "list[Row]", failed: "list[Row]", more: str = "") -> None:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.op, row.kernel), []).append(row)
@@ -66,7 +66,7 @@ def _print(rows: "list[Row]", failed: "list[Row]") -> None:
         errors = (worst.error, worst.allowed) if worst else (None, None)
         where = next((row.device or row.arch for row in group if row.device or row.arch), "")
         lines.append((op, kernel, *shown, *(common.number(value, ".1e") for value in errors), where))
-    common.say(Table("Cases checked against float64", _COLUMNS, lines))
+    common.say(Table(f"Cases checked against float64{more}", _COLUMNS, lines))
     common.say(common.reasons(rows, ("skipped",)))
     if failed:
         found = [Reason("fail", _why(row), f"{row.op} {row.kernel}", _input(row)) for row in failed]

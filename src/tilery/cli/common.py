@@ -33,7 +33,10 @@ Width = Annotated[int | None, typer.Option("--N", min=1, help="With --K: a produ
 Depth = Annotated[int | None, typer.Option("--K", min=1, help="With --N, see there.")]
 Rows = Annotated[str | None, typer.Option("--M", help="Of --N and --K: 1,16,64; 1 to 4096 in 18 steps if not given.")]
 
-Shapes = Annotated[str | None, typer.Option("--shapes", help="A named set: llama-8b, qwen3-8b, deepseek-v3, quick …")]
+Shapes = Annotated[
+    str | None,
+    typer.Option("--shapes", help="A set by name: llama-8b, qwen3-8b, deepseek-v3, quick … or random[:COUNT[:SEED]]."),
+]
 
 Peers = Annotated[
     list[str] | None,
@@ -196,6 +199,23 @@ def depth(screen: bool, rounds: int | None, turn_ms: float | None) -> "timing.De
 
     usual = timing.SCREEN if screen else timing.FULL
     return replace(usual, rounds=rounds or usual.rounds, turn_ms=turn_ms or usual.turn_ms)
+
+
+def settled_shapes(shapes: str | None) -> str | None:
+    """--shapes; a random set with its count and its seed, which is drawn here unless it was given."""
+    from tilery.workbench.shapes import settled
+
+    return settled(shapes)
+
+
+def shapes_said(shapes: str | None) -> dict[str, str]:
+    """What --json says of them."""
+    return {} if shapes is None else {"shapes": shapes}
+
+
+def shapes_title(shapes: str | None) -> str:
+    """What a table's heading says of them."""
+    return "" if shapes is None else f"; --shapes {shapes}"
 
 
 def require_writable(path: Path | None) -> None:

@@ -31,7 +31,9 @@ def listed(context: typer.Context, json: common.Json = False) -> None:
         rows = store.rows(run.id)
         where = run.machine.get("gpu") or run.machine.get("cpu") or ""
         state = "[green]finished[/]" if run.finished else "[yellow]stopped[/]"
-        lines.append((run.id, state, str(len(rows)), where, common.literal(run.command)))
+        shapes = run.machine.get("shapes") or ""
+        command = run.command if shapes in run.command else f"{run.command} ({shapes})"
+        lines.append((run.id, state, str(len(rows)), where, common.literal(command)))
     if lines:
         columns = (key("run"), fact("state"), figure("rows"), fact("device"), long("command"))
         common.say(Table("Runs", columns, lines))

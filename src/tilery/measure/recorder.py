@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -21,12 +22,13 @@ class Recorder:
     """The rows of one run, in the store before the next is measured."""
 
     def __init__(
-        self, store: Store, devices: Iterable[torch.device], protocol: str, say: ceilings.Say = ceilings.silent
-    ) -> None:
+        self, store: Store, devices: Iterable[torch.device], protocol: str, say: ceilings.Say = ceilings.silent,
+        more: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self.store, self.rows, self.protocol = store, list[Row](), protocol
         self._start, self._end = time.monotonic(), 0.0
         roofs = {device.name(where): asdict(ceilings.ceilings(where, say=say)) for where in devices}
-        self.id = store.start(command_line(), {"ceilings": roofs, "protocol": self.protocol})
+        self.id = store.start(command_line(), {"ceilings": roofs, "protocol": self.protocol} | (more or {}))
 
     @property
     def minutes(self) -> float:

@@ -58,6 +58,7 @@ def work(
 ) -> list[Work]:
     """Ops with their cases: those given, those of a set, those of a model, or an op's own."""
     import tilery.ops  # noqa: F401  fills the registry
+    from tilery.workbench import random_shapes
     from tilery.workbench.shapes import cases as cases_of
 
     given = [op] if isinstance(op, str | Op) else list(op or ())
@@ -70,6 +71,7 @@ def work(
     require(bool(ops), "an op or a model must be named, got neither")
     require(cases is None or len(ops) == 1, f"cases are those of one op, got {len(ops)} ops")
     if shapes is not None:
+        require(not random_shapes.asked(shapes), random_shapes.NOT_TUNED)
         return [(each, cases_of(each, shapes), []) for each in ops]
     return [(each, cases, []) for each in ops]
 

@@ -43,15 +43,17 @@ class Choice:
 
 
 def run(
-    choices: list[Choice], store: Store, depth: timing.Depth, cold: bool, say: Say, count: Callable[[int], None]
-) -> Recorder:
-    """`count` is called after every case, with the number of cases there are."""
+    choices: list[Choice], store: Store, depth: timing.Depth, cold: bool, say: Say, count: Callable[[int], None],
+    shapes: str | None = None,
+) -> Recorder:  # fmt: skip
+    """`count` is called after every case, with the number of cases there are; `shapes`: the set that they are of."""
     left_out = {name: why for choice in choices for name, why in _left_out(choice).items()}
     work = []
     for c in choices:
         kernels, others = ([arm for arm in arms if (c.op.name, arm) not in left_out] for arms in (c.kernels, c.peers))
         work += units(c.op, kernels, others, c.cases, depth, cold)
-    recorder = Recorder(store, sorted({torch.device(unit.device) for unit in work}, key=str), str(depth), say)
+    devices = sorted({torch.device(unit.device) for unit in work}, key=str)
+    recorder = Recorder(store, devices, str(depth), say, {"shapes": shapes} if shapes else None)
     with recorder.running():
         for (op, arm), why in left_out.items():
             recorder.add(Row(op, arm, "", "skipped", why))

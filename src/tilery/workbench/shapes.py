@@ -1,4 +1,4 @@
-"""Sets of cases by name: a model's shapes at the numbers of tokens that matter, and a sweep of rows."""
+"""Sets of cases by name: a model's shapes at the numbers of tokens that matter, a sweep of rows, random ones."""
 
 import inspect
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from tilery.base.errors import BadInput
 from tilery.base.spec import Case
 from tilery.core.op import Op
 from tilery.models.steps import PRODUCT_ROWS
+from tilery.workbench import random_shapes
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,20 @@ _SWEPT_LENGTHS = (1024, 4096, 8192, 16384, 65536, 131072)
 _MOST_ELEMENTS = 2**28  # larger problems are no different, and take the memory of all their input sets
 
 
+def settled(name: str | None) -> str | None:
+    """The name with all that decides its cases: a random set has a seed from here on."""
+    return str(random_shapes.parsed(name)) if name is not None and random_shapes.asked(name) else name
+
+
 def cases(op: Op, name: str) -> list[Case]:
-    """The op's cases for a set, fewest tokens first."""
+    """The op's cases for a set, fewest tokens first; random ones as they were drawn."""
+    if random_shapes.asked(name):
+        return random_shapes.cases(op, random_shapes.parsed(name))
     if name == SWEEP:
         return _swept(op)
     if name not in SETS:
-        raise BadInput(f"--shapes must be one of {', '.join((*SETS, SWEEP))}, got {name!r}")
+        known = ", ".join((*SETS, SWEEP, random_shapes.WRITTEN))
+        raise BadInput(f"--shapes must be one of {known}, got {name!r}")
     chosen = SETS[name]
     sizes = op.model_sizes(models.load(chosen.model, chosen.tp))
     distinct = [dict(pairs) for pairs in dict.fromkeys(tuple(size.items()) for size in sizes)]

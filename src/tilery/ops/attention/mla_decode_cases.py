@@ -56,13 +56,14 @@ def _cache(
     else:
         cache.fill_(float("nan"))
     order = torch.randperm(shape[0], generator=g, device=g.device)
+    if kind == "full":
+        return cache, order[: len(seen) * most].view(len(seen), most).to(torch.int32) if block else None
     table = torch.full((len(seen), most), 2**30, dtype=torch.int32, device=g.device) if block else None
     for s, length in enumerate(seen):
         if table is not None:
             used = -(-length // block)
             table[s, :used] = order[s * most : s * most + used].to(torch.int32)
-        if kind != "full":
-            _fill(cache, table, s, length, order, most, g)
+        _fill(cache, table, s, length, order, most, g)
     return cache, table
 
 

@@ -21,6 +21,8 @@ _WINDOW = {"tilelang": "neither a window"}
 _ODD = {"cutile": "power of two"}
 _FAR = {"cutile": "below 2**31"}
 
+_LAYOUTS = ("contiguous", "padded", "misaligned", "far", "together")
+
 
 # Caches
 
@@ -55,6 +57,7 @@ def _cache(
 
 
 def _laid(shape: tuple[int, ...], kind: torch.dtype, layout: str, g: Any) -> tuple[Tensor, Tensor]:
+    require(layout in _LAYOUTS, f"layout must be one of {', '.join(_LAYOUTS)}, got {layout!r}")
     blocks, tokens, heads, size = shape
     nan = torch.full((), float("nan"), device=g.device)
     if layout == "far":  # memory that is never touched
