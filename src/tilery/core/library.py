@@ -102,7 +102,8 @@ def _backward(op: "Op") -> Callable[..., Any]:
         # Autograd hands out expanded gradients, of a sum say; ops take none.
         dense = [g if g is None else g.contiguous() for g in grads]
         call = op.given(args, tuple(saved))
-        found: dict[str, Any] = op.backward(call, Call(dict(zip(op.output_names, dense))))
+        needed = frozenset(name for name, is_needed in zip(op.names, ctx.needs_input_grad) if is_needed)
+        found: dict[str, Any] = op.backward(call, Call(dict(zip(op.output_names, dense)) | {"needed": needed}))
         unknown = set(found) - set(op.names)
         assert not unknown, f"{op.name}: gradients of {', '.join(unknown)}, which it does not have"
         return tuple(found.get(name) for name in op.names)

@@ -55,7 +55,7 @@ class Op:
     # TILERY_CHECK_INDICES=1 alone; see indices.py.
     indices: Callable[[Any], None] | None = None
     # A call with its data, outputs among them, and gradients by the outputs' names -> gradients by the arguments'
-    # names; it calls other ops.
+    # names; it calls other ops. `needed` of the gradients names the arguments whose gradients are asked for.
     backward: Callable[[Any, Any], dict[str, Any]] | None = None
     # A call with its data -> why the backward cannot serve it, in a sentence, or None; asked where one is wanted.
     backward_refusal: Callable[[Any], str | None] = lambda call: None

@@ -1,6 +1,6 @@
 """Contract of bmm."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -46,6 +46,15 @@ def bucket(call: Call) -> Bucket:
     return Bucket(exact=exact, scaled={"m": m, "batch": count})
 
 
+def _backward(call: Call, grads: Any) -> dict[str, Any]:
+    found = {}
+    if "a" in grads.needed:
+        found["a"] = bmm(grads.c, call.b.transpose(1, 2))
+    if "b" in grads.needed:
+        found["b"] = bmm(call.a.transpose(1, 2), grads.c)
+    return found
+
+
 def inputs(
     batch: int, m: int, n: int, k: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none",
     layout_b: str = "contiguous", device: str = "cuda", seed: int = 0,
@@ -76,6 +85,7 @@ def model_sizes(model: "Model") -> list[dict[str, int]]:
         "cutile": "tilery.ops.matmul.cutile.batched:bmm",
     },
     baselines=baselines(torch=torch.bmm, compile=Compiled(torch.bmm)), model_sizes=model_sizes,
+    backward=_backward,
     cases={
         "test": [
             case(batch=3, m=65, n=33, k=97, dtype="fp32"),  # odd tails on every side

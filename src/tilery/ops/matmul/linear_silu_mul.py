@@ -11,10 +11,12 @@ from tilery.base.spec import Cost, case
 from tilery.core import inputs as draw
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
+from tilery.ops.gated.silu_mul import silu_mul_packed_backward
 from tilery.ops.matmul import contract
 from tilery.ops.matmul import linear as plain
 from tilery.ops.matmul.call import LinearSiluMulCall
 from tilery.ops.matmul.contract import TF32, TMA
+from tilery.ops.matmul.matmul import matmul
 from tilery.ops.rows import contract as rows
 
 
@@ -39,6 +41,18 @@ def inputs(
     return {"x": x, "weight": weight, "precision": precision}
 
 
+def _backward(call: Any, grads: Any) -> dict[str, Any]:
+    """Gate and up are computed again: the forward stores neither."""
+    both = plain.linear(call.x, call.weight, precision=call.precision)
+    dboth = silu_mul_packed_backward(grads.y, both).flatten(0, -2)
+    found = {}
+    if "x" in grads.needed:
+        found["x"] = matmul(dboth, call.weight, call.precision).view(call.x.shape)
+    if "weight" in grads.needed:
+        found["weight"] = matmul(dboth.t(), call.x.flatten(0, -2), call.precision)
+    return found
+
+
 def allowed(call: LinearSiluMulCall) -> dict[torch.dtype, float]:
     """A product of two sums has the error of both."""
     if call.precision == "tf32":
@@ -61,6 +75,7 @@ def _torch(x: Tensor, weight: Tensor, precision: str) -> Tensor:
     },
     baselines=baselines(torch=contract.peer(_torch), compile=contract.peer(Compiled(_torch))),
     model_sizes=lambda model: [{"n": model.mlp_size, "k": model.hidden_size}],
+    backward=_backward,
     cases={
         "test": [
             case(m=40, n=72, k=80, dtype="fp32", refused_by=TF32),

@@ -45,6 +45,15 @@ def cost(call: MatmulCall) -> Cost:
     return contract.cost(call.m, call.n, call.k, call.a, call.b)
 
 
+def _backward(call: Any, grads: Any) -> dict[str, Any]:
+    found = {}
+    if "a" in grads.needed:
+        found["a"] = matmul(grads.c, call.b.t(), call.precision)
+    if "b" in grads.needed:
+        found["b"] = matmul(call.a.t(), grads.c, call.precision)
+    return found
+
+
 def bucket(call: MatmulCall) -> Bucket:
     exact = f"n={call.n},k={call.k},{dtype_name(call.a.dtype)},{layout(call.a)}{layout(call.b)}"
     return Bucket(exact=exact + (",tf32" if call.precision == "tf32" else ""), scaled={"m": call.m})
@@ -84,6 +93,7 @@ def _torch(a: Tensor, b: Tensor, precision: str) -> Tensor:
         torch=contract.peer(_torch), tilegym=lambda a, b, precision: load("tilegym.ops").matmul(a, b)
     ),
     model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears()],
+    backward=_backward,
     cases={
         "test": [
             case(m=128, n=256, k=192, dtype="fp16"),

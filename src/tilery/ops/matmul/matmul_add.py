@@ -36,6 +36,18 @@ def cost(call: MatmulAddCall) -> Cost:
     return contract.cost(call.m, call.n, call.k, call.a, call.b, call.addend, epilogue=3)
 
 
+def _backward(call: Any, grads: Any) -> dict[str, Any]:
+    """alpha is multiplied where sums are rounded. Of a and b, given as c, only the shape counts: beta is 0."""
+    found, dy, once = {}, grads.y, (call.alpha, 0.0, call.precision)
+    if "a" in grads.needed:
+        found["a"] = matmul_add(dy, call.b.t(), call.a, *once)
+    if "b" in grads.needed:
+        found["b"] = matmul_add(call.a.t(), dy, call.b, *once)
+    if "c" in grads.needed:
+        found["c"] = dy if call.beta == 1 else dy * call.beta
+    return found
+
+
 def inputs(
     m: int, n: int, k: int, dtype: str = "bf16", layout: str = "contiguous", special: str = "none",
     layout_b: str = "transposed", layout_c: str = "contiguous", special_c: str = "none",
@@ -62,6 +74,7 @@ def _torch(a: Tensor, b: Tensor, c: Tensor, alpha: float, beta: float, precision
     },
     baselines=baselines(torch=contract.peer(_torch), compile=contract.peer(Compiled(_torch))),
     model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears()],
+    backward=_backward,
     cases={
         "test": [
             case(m=40, n=72, k=80, dtype="fp32", alpha=0.5, beta=-2.0, refused_by=TF32),
