@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tilery.tuning.verify import Group
 
 _LISTED = (
-    key("op"), fact("device"), fact("whose"), figure("buckets"), figure("entries"), figure("stale"), long("file"),
+    key("op"), fact("device"), fact("origin"), figure("buckets"), figure("entries"), figure("stale"), long("file"),
 )  # fmt: skip
 _SHOWN = (
     heading("bucket"), figure("rank"), key("kernel"), figure("ms"), figure("95 %"), figure("error"),
