@@ -33,6 +33,7 @@ __global__ void kernel(float* x) {
   asm volatile("mov.u32 r0, 1; // no comment");
 }
 """
+SOURCES = {"python": PYTHON, "cuda": CUDA}
 HELPER = "#pragma once\n__device__ float load(float* x) { return *x; }\n"
 
 
@@ -58,64 +59,47 @@ def hashed(folder, python=PYTHON, cuda=CUDA, helper=HELPER, name="kernel"):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("language", "before", "after"),
     [
-        ("  # the first", ""),
-        ('"""A kernel."""', '"""Another\n\nway to say it."""'),
-        ('    """Return x in blocks."""\n', ""),
-        ("import triton", "import triton\nimport triton.language as tl\nfrom typing import TYPE_CHECKING"),
-        ("BLOCK = 128", "if TYPE_CHECKING:\n    from tilery.base.spec import Case\nBLOCK = 128"),
-        ("x[:BLOCK]", "x[ : BLOCK ]"),
-        ("return x[:BLOCK]", "return (\n        x[:BLOCK]\n    )"),
+        ("python", "  # the first", ""),
+        ("python", '"""A kernel."""', '"""Another\n\nway to say it."""'),
+        ("python", '    """Return x in blocks."""\n', ""),
+        ("python", "import triton", "import triton\nimport triton.language as tl\nfrom typing import TYPE_CHECKING"),
+        ("python", "BLOCK = 128", "if TYPE_CHECKING:\n    from tilery.base.spec import Case\nBLOCK = 128"),
+        ("python", "x[:BLOCK]", "x[ : BLOCK ]"),
+        ("python", "return x[:BLOCK]", "return (\n        x[:BLOCK]\n    )"),
+        ("cuda", "// A kernel.\n", ""),
+        ("cuda", "/* twice */", "/* two\n times */"),
+        ("cuda", "  // a * b", ""),
+        ("cuda", "2 * load(x + STAGES)", "2*load( x+STAGES )"),
+        ("cuda", " {\n", "\n{\n"),
+        ("cuda", "#define STAGES 3", "#define   STAGES 3 // of them"),
+        ("cuda", "#include <cstdint>\n", ""),
     ],
 )
-def test_comments_docstrings_imports_and_format_of_python_are_no_change(tmp_path, before, after):
-    assert before in PYTHON
-    assert hashed(tmp_path / "a", python=PYTHON.replace(before, after)) == hashed(tmp_path / "b")
+def test_comments_docstrings_imports_and_format_are_no_change(tmp_path, language, before, after):
+    assert before in SOURCES[language]
+    changed = {language: SOURCES[language].replace(before, after)}
+    assert hashed(tmp_path / "a", **changed) == hashed(tmp_path / "b")
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("language", "before", "after"),
     [
-        ("BLOCK = 128", "BLOCK = 256"),
-        ("[:BLOCK]", "[BLOCK:]"),
-        ("return x", "return -x"),
-        ("BLOCK = 128", "BLOCK = 128.0"),
+        ("python", "BLOCK = 128", "BLOCK = 256"),
+        ("python", "[:BLOCK]", "[BLOCK:]"),
+        ("python", "return x", "return -x"),
+        ("python", "BLOCK = 128", "BLOCK = 128.0"),
+        ("cuda", "2 * load", "3 * load"),
+        ("cuda", "STAGES 3", "STAGES 4"),
+        ("cuda", "x + STAGES", "x - STAGES"),
+        ("cuda", "r0, 1; // no", "r0, 1; // now"),
     ],
 )
-def test_a_changed_constant_or_operation_of_python_is_a_change(tmp_path, before, after):
-    assert hashed(tmp_path / "a", python=PYTHON.replace(before, after)) != hashed(tmp_path / "b")
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("// A kernel.\n", ""),
-        ("/* twice */", "/* two\n times */"),
-        ("  // a * b", ""),
-        ("2 * load(x + STAGES)", "2*load( x+STAGES )"),
-        (" {\n", "\n{\n"),
-        ("#define STAGES 3", "#define   STAGES 3 // of them"),
-        ("#include <cstdint>\n", ""),
-    ],
-)
-def test_comments_includes_and_format_of_cuda_are_no_change(tmp_path, before, after):
-    assert before in CUDA
-    assert hashed(tmp_path / "a", cuda=CUDA.replace(before, after)) == hashed(tmp_path / "b")
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("2 * load", "3 * load"),
-        ("STAGES 3", "STAGES 4"),
-        ("x + STAGES", "x - STAGES"),
-        ("r0, 1; // no", "r0, 1; // now"),
-    ],
-)
-def test_a_changed_constant_or_operation_of_cuda_is_a_change(tmp_path, before, after):
-    assert before in CUDA
-    assert hashed(tmp_path / "a", cuda=CUDA.replace(before, after)) != hashed(tmp_path / "b")
+def test_a_changed_constant_or_operation_is_a_change(tmp_path, language, before, after):
+    assert before in SOURCES[language]
+    changed = {language: SOURCES[language].replace(before, after)}
+    assert hashed(tmp_path / "a", **changed) != hashed(tmp_path / "b")
 
 
 def test_an_included_file_counts(tmp_path):
