@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tilery
 from tilery.core.op import REGISTRY, Op
 from tilery.ops.matmul.contract import ALLOWED
 
@@ -40,6 +41,22 @@ def test_gradients_are_those_of_float64(name, params, dtype):
     for i, ours, theirs in zip(tensors, found, wanted, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == args[i].dtype
         assert (ours.double() - theirs).norm() <= 4 * ALLOWED[ours.dtype] * theirs.norm(), op.names[i]
+
+
+@pytest.mark.parametrize("shape", [(24,), (0, 24), (2, 0, 24), (2, 3, 24)], ids=str)
+def test_x_may_have_any_number_of_dimensions(shape):
+    x, weight = torch.randn(shape, requires_grad=True), torch.randn(20, 24, requires_grad=True)
+    tilery.linear_silu_mul(x, weight).sum().backward()
+    found, x.grad, weight.grad = (x.grad, weight.grad), None, None
+    REGISTRY["linear_silu_mul"].reference(x, weight).sum().backward()
+    torch.testing.assert_close(found, (x.grad, weight.grad), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 4, 3), (4, 0, 3), (4, 3, 0)])
+def test_gradients_of_empty_products_are_zeros(m, n, k):
+    a, b = torch.randn(m, k, requires_grad=True), torch.randn(k, n, requires_grad=True)
+    tilery.matmul(a, b).sum().backward()
+    assert a.grad.shape == a.shape and b.grad.shape == b.shape and not a.grad.any() and not b.grad.any()
 
 
 @pytest.mark.parametrize("name", ["matmul", "bmm", "matmul_add", "linear_silu_mul"])

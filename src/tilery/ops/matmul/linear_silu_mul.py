@@ -44,12 +44,12 @@ def inputs(
 def _backward(call: Any, grads: Any) -> dict[str, Any]:
     """Gate and up are computed again: the forward stores neither."""
     both = plain.linear(call.x, call.weight, precision=call.precision)
-    dboth = silu_mul_packed_backward(grads.y, both).flatten(0, -2)
+    dboth = silu_mul_packed_backward(grads.y, both).reshape(call.m, call.weight.shape[0])
     found = {}
     if "x" in grads.needed:
         found["x"] = matmul(dboth, call.weight, call.precision).view(call.x.shape)
     if "weight" in grads.needed:
-        found["weight"] = matmul(dboth.t(), call.x.flatten(0, -2), call.precision)
+        found["weight"] = matmul(dboth.t(), call.x.reshape(call.m, call.k), call.precision)
     return found
 
 
