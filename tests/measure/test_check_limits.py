@@ -20,7 +20,9 @@ def test_outputs_hold_what_no_kernel_writes(dtype):
     assert (found == found[0, 0]).all() and found[0, 0] <= -400
 
 
-@pytest.mark.parametrize(("at", "count", "said"), [(-1, 1, "1 elements before it"), (15, 2, "2 elements behind it")])
+@pytest.mark.parametrize(
+    ("at", "count", "said"), [(-1, 1, "1 of 256 elements before it"), (15, 2, "2 of 256 elements behind it")]
+)
 def test_a_write_outside_of_an_output_is_found(monkeypatch, at, count, said):
     def outside(x, y):
         y.copy_(torch.softmax(x.double(), -1))

@@ -41,6 +41,17 @@ def test_what_goes_in_comes_out(store):
     assert store.rows(run.id) == [ROW, Row("softmax", "numba", "m=1,n=2", "refused", "no")]
 
 
+def test_an_export_is_json_that_every_reader_takes(store, tmp_path):
+    run = filled(store, replace(ROW, error=float("inf"), max_diff=float("nan")))
+    export(store, [run], tmp_path / "runs.json", "json")
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    (row,) = json.loads((tmp_path / "runs.json").read_text(), parse_constant=refuse)["runs"][0]["rows"]
+    assert row["error"] is None and row["max_diff"] is None and row["ms"] == 2.0
+
+
 def test_a_run_is_found_by_its_beginning_or_as_the_last(store):
     one, two = filled(store, ROW), filled(store)
     assert store.find("last") == two and store.find(one.id[:-1]) == one

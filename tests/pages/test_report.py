@@ -190,7 +190,7 @@ def test_a_tune_is_a_landscape_and_in_nothing_else(store, tmp_path):
     assert notices(store, "20260101", "20260103") == notices(store, "20260101")  # a wrong candidate is no failure
     both = summary.document(collected(store, "20260101", "20260103"))["summary"]
     assert both == summary.document(collected(store, "20260101"))["summary"]
-    assert [row.stage for row in summary.finite_rows(collected(store, "20260103"))] == ["tune"] * 9
+    assert [row.stage for row in summary.all_rows(collected(store, "20260103"))] == ["tune"] * 9
 
 
 def test_a_page_of_a_tune_alone(store, tmp_path):
@@ -225,7 +225,7 @@ def test_times_of_another_job_are_brought_to_the_winners(store):
     (tune,) = page(store).data["tunes"]
     assert [(row["fields"]["warps"], row["ms"]) for row in tune["rows"]] == [(1, 0.04), (2, 0.05), (4, 0.07)]
     assert tune["rows"][1]["ms_low"] == pytest.approx(0.99 * 0.05) and tune["rows"][1]["gain"][0] == 1.2
-    assert [row.ms for row in summary.finite_rows(collected(store))] == [0.04, 0.025, 0.07]  # as it was measured
+    assert [row.ms for row in summary.all_rows(collected(store))] == [0.04, 0.025, 0.07]  # as it was measured
 
 
 @pytest.mark.parametrize(

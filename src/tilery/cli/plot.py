@@ -32,6 +32,6 @@ def plot(
     collected = summary.collect(Store(), runs)
     files.write(out, workbench.picture(collected, kind, form, op))
     if json:
-        common.print_json(summary.finite_rows(collected), file=str(out), **summary.document(collected))
+        common.print_json(summary.all_rows(collected), file=str(out), **summary.document(collected))
     else:
         print(f"{kind} in {out}")

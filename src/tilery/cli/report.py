@@ -30,7 +30,7 @@ def report(
     page = workbench.render(store, collected, title).encode(errors="replace")
     files.write(out, page)
     if json:
-        common.print_json(summary.finite_rows(collected), file=str(out), **summary.document(collected))
+        common.print_json(summary.all_rows(collected), file=str(out), **summary.document(collected))
         return
     rows, count = len(collected.found) + len(collected.tunes), len(collected.runs)
     print(f"{rows} rows of {count} run{'' if count == 1 else 's'} in {out} ({len(page) / 1e3:.0f} kB)")

@@ -103,7 +103,9 @@ class Guards:
         for side, guard in zip(itertools.cycle(("before", "behind")), self._around):
             wrong = _bits(guard) != _bits(poisoned(TensorSpec.of(guard)))
             if count := int(wrong.view(len(guard), -1).any(1).sum()):
-                raise Wrong(f"{where}: wrote outside of an output or workspace: {count} elements {side} it")
+                raise Wrong(
+                    f"{where}: wrote outside of an output or workspace: {count} of {len(guard)} elements {side} it"
+                )
 
 
 def check(op: Op, kernel: str, case: Case, target: Any, seed: int | None = None, config: Any = None) -> Checked:

@@ -5,7 +5,7 @@ import io
 import math
 import platform
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +78,17 @@ def is_ours(kernel: str) -> bool:
 
 def document(rows: Iterable[Row], **more: Any) -> dict[str, Any]:
     """What --json prints: fields without a value are left out."""
-    plain = [{k: v for k, v in asdict(row).items() if _said(k, v)} for row in rows]
+    plain = [{k: v for k, v in asdict(finite(row)).items() if _said(k, v)} for row in rows]
     return {"schema": SCHEMA, "machine": machine(), "rows": plain, **more}
 
 
+def finite(row: Row) -> Row:
+    """A row as JSON can hold it, which has no NaN and no infinity: such values are left out."""
+    lost: dict[str, Any] = {k: None for k, v in vars(row).items() if isinstance(v, float) and not math.isfinite(v)}
+    return replace(row, **lost) if lost else row
+
+
 def _said(name: str, value: Any) -> bool:
-    if isinstance(value, float) and not math.isfinite(value):
-        return False  # JSON has no NaN and no infinity
     return name in _ALWAYS or (value not in (None, "") and name not in _STORED_ONLY)
 
 

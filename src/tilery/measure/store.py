@@ -22,7 +22,7 @@ from typing import Any
 
 from tilery.base import files, settings
 from tilery.base.errors import BadInput, BadStore, ToolMissing
-from tilery.measure.result import Row, controls, machine, problem
+from tilery.measure.result import Row, controls, finite, machine, problem
 
 SCHEMA = 1
 FORMATS = ("json", "csv", "parquet")
@@ -247,7 +247,7 @@ def export(store: Store, runs: list[Run], path: Path, form: str) -> int:
     """Writes runs to a file and says how many rows; json holds all there is, csv and parquet one line a row."""
     rows = [(run, row) for run in runs for row in store.rows(run.id)]
     if form == "json":
-        document = [{**asdict(run), "rows": [asdict(row) for row in store.rows(run.id)]} for run in runs]
+        document = [{**asdict(run), "rows": [asdict(finite(row)) for row in store.rows(run.id)]} for run in runs]
         keys = sorted({row.code for _, row in rows if row.code})
         code = {key: base64.b64encode(store._code(key)).decode() for key in keys}
         files.write(path, json.dumps({"schema": SCHEMA, "runs": document, "code": code}))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from tilery import languages
@@ -280,10 +280,5 @@ def document(collected: Collected) -> dict[str, Any]:
     return {"runs": [run.id for run in collected.runs], "summary": by_device}
 
 
-def finite_rows(collected: Collected) -> list[Row]:
-    """JSON has no NaN and no infinity: such values are left out."""
-    return [replace(one.row, **_not_finite(one.row)) for one in [*collected.found, *collected.tunes]]
-
-
-def _not_finite(row: Row) -> dict[str, Any]:
-    return {k: None for k, v in vars(row).items() if isinstance(v, float) and not math.isfinite(v)}
+def all_rows(collected: Collected) -> list[Row]:
+    return [one.row for one in [*collected.found, *collected.tunes]]
