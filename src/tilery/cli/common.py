@@ -40,12 +40,16 @@ Shapes = Annotated[
 
 Peers = Annotated[
     list[str] | None,
-    typer.Option("--peers", help="all (if not given), none, or names: compile, liger …; torch takes part in any case."),
+    typer.Option("--peers", help="all (if not given), none, or names: compile, liger …; torch takes part beside them."),
 ]
 
 Screen = Annotated[bool, typer.Option("--screen", help="Six rounds of 2 ms turns: to find, not to claim.")]
-Rounds = Annotated[int | None, typer.Option("--rounds", min=6, help="Turns there and back of every arm; 10.")]
-TurnMs = Annotated[float | None, typer.Option("--turn-ms", min=0.1, help="How long a turn lasts at least; 10.")]
+Rounds = Annotated[
+    int | None, typer.Option("--rounds", min=6, help="Turns there and back of every arm; 10 if not given.")
+]
+TurnMs = Annotated[
+    float | None, typer.Option("--turn-ms", min=0.1, help="Milliseconds that a turn lasts at least; 10 if not given.")
+]
 
 STYLE = {"pass": "green", "fail": "bold red", "refused": "yellow", "compiled": "cyan", "skipped": "dim"}
 

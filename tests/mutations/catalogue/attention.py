@@ -224,7 +224,7 @@ TRITON.add(
     "sums-not-rescaled",
     "return new_max, row_sum * rescale + tl.sum(p, 1), p, rescale",
     "return new_max, row_sum + tl.sum(p, 1), p, rescale",
-    case("attention", "triton", "m=40,keys=150,heads=2,kv_heads=1,n=64,dtype=fp16"),
+    case("attention", "triton", "m=3,keys=700,heads=2,kv_heads=1,n=16,dtype=fp32"),  # a row's maximum grows for sure
 )
 
 # Gradients

@@ -122,6 +122,7 @@ def test_flash_attention_gives_an_lse(op, params, flash):
     [
         ("attention", "cudnn", {"m": 20, "keys": 33, "dtype": "fp16"}, "fewer queries than keys"),
         ("attention", "cudnn", {"m": 20, "window": 3, "dtype": "fp16"}, "cuDNN, as torch calls it, has no window"),
+        ("attention", "torch", PACKED[0][1] | {"scale": -0.5}, "gives NaN where a scale is not positive"),
         ("attention_decode", "torch", DECODE | {"sinks": True}, "torch's attention has no sinks"),
         ("attention_decode", "flash", DECODE | {"lengths": "96+0+33"}, "full sequences alone"),
         ("attention_decode", "flash", DECODE | {"window": 5}, "torch's FlashAttention has no window"),

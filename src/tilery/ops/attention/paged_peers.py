@@ -120,7 +120,7 @@ def decode_cudnn_each(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, block_table: Tensor | None, k_scale: Any,
     v_scale: Any, sinks: Any, scale: float | None, window: int, softcap: float,
 ) -> Tensor:  # fmt: skip
-    """A call for each token, which sees the keys before it without a mask: faster than one call with a mask."""
+    """A call for each token, which sees the keys before it and needs no mask."""
     _require_without("cuDNN, a call for each token,", sinks=sinks, window=window, softcap=softcap)
     queries, keys = q.shape[1], _max_keys(k_cache, block_table)
     if queries == 1:

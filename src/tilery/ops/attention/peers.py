@@ -14,7 +14,6 @@ from tilery.ops.attention import reference
 from tilery.ops.attention.call import AttentionCall
 from tilery.ops.attention.paged_peers import host_list
 
-_NOT_IN_TORCH = ("softcap", "slopes", "sinks", "q_scale")
 _NAMES = tuple(inspect.signature(reference.attention_lse).parameters)  # the arguments of attention, in their order
 
 
@@ -29,12 +28,19 @@ def _require_without(call: Any, who: str, *names: str) -> None:
             raise NotImplementedError(f"{who} has no {name}")
 
 
+def _require_in_torch(call: Any, who: str) -> None:
+    _require_without(call, who, "softcap", "slopes", "sinks", "q_scale")
+    if call.scale is not None and call.scale <= 0:
+        raise NotImplementedError(f"{who} gives NaN where a scale is not positive, got {call.scale}")
+
+
 def torch_sdpa(*args: Any) -> Tensor:
     """scaled_dot_product_attention, with the kernel that torch chooses; of packed sequences a call for each."""
     call = _named(args)
     if call.cu_seqlens_q is None:
         return _sdpa(call, "torch's attention")
-    _require_without(call, "torch's attention of packed sequences", "window", "bias", *_NOT_IN_TORCH)
+    _require_in_torch(call, "torch's attention")
+    _require_without(call, "torch's attention of packed sequences", "window", "bias")
     out = call.q.new_zeros(*call.q.shape[:2], call.v.shape[2])
     starts = (host_list(x) for x in (call.cu_seqlens_q, call.cu_seqlens_k))
     for (q0, q1), (k0, k1) in zip(*map(pairwise, starts)):
@@ -86,9 +92,7 @@ def flash_lse(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _sdpa(call: Any, who: str) -> Tensor:
-    _require_without(call, who, *_NOT_IN_TORCH)
-    if call.scale is not None and call.scale <= 0:
-        raise NotImplementedError(f"{who} gives NaN where a scale is not positive, got {call.scale}")
+    _require_in_torch(call, who)
     turned = call.layout == "bshd"
     q, k, v = (x.transpose(1, 2) if turned else x for x in (call.q, call.k, call.v))
     mask, causal = _mask(call)
