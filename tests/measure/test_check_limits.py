@@ -48,6 +48,18 @@ def test_one_element_that_is_off_is_found(monkeypatch, dtype):
         check(OP, "numba", case(m=64, n=1024, dtype=dtype), "cpu", seed=1)  # here it is no large one
 
 
+@pytest.mark.parametrize(("factor", "good"), [(1.0, True), (1.02, False)])
+def test_subnormal_numbers_may_be_off_by_their_rounding_and_no_more(monkeypatch, factor, good):
+    """Over 100,000 classes fp16 rounds the probabilities to multiples of 6e-8, which is 1 % of one."""
+    plant.instead(monkeypatch, OP, "numba", lambda x, y: y.copy_(torch.softmax(x.double(), -1) * factor), "x", "y")
+    given = case(m=2, n=100352, dtype="fp16")
+    if good:
+        assert max(check(OP, "numba", given, "cpu").errors) < 5e-4
+    else:
+        with pytest.raises(Wrong, match="output 0 has error 2"):
+            check(OP, "numba", given, "cpu")
+
+
 def test_the_error_is_of_all_elements_together():
     """Differences of both signs do not cancel, and a large one counts more than several small ones."""
     ref = torch.tensor([3.0, 4.0, 0.0, 0.0])

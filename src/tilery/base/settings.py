@@ -12,7 +12,7 @@ import platformdirs
 from tilery.base.errors import BadSetting
 
 _SGLANG = "SGLANG_TILELANG_GEMM_CONFIG_DIR"
-_SWITCH = {"": False, "0": False, "1": True}
+_SWITCH = {"0": False, "1": True}
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Settings:
     config_dir: Path  # TILERY_CONFIG_DIR: tuned configs, searched before the shipped ones
     sglang_dir: Path | None = None  # SGLANG_TILELANG_GEMM_CONFIG_DIR: where SGLang looks for configs of its products
     explain: bool = False  # TILERY_EXPLAIN=1: print every new plan
+    tuned: bool = True  # TILERY_TUNED=0: dispatch leaves tuned configs out
     check_indices: bool = False  # TILERY_CHECK_INDICES=1: the host looks at lengths, offsets, pages, targets and ids
 
 
@@ -33,12 +34,14 @@ def from_environment() -> Settings:
         config_dir=_folder("TILERY_CONFIG_DIR", lambda: str(data / "tuned")),
         sglang_dir=_folder(_SGLANG, lambda: "") if os.environ.get(_SGLANG) else None,
         explain=_switch("TILERY_EXPLAIN"),
+        tuned=_switch("TILERY_TUNED", unset=True),
         check_indices=_switch("TILERY_CHECK_INDICES"),
     )
 
 
-def _switch(variable: str) -> bool:
-    value = os.environ.get(variable, "")
+def _switch(variable: str, unset: bool = False) -> bool:
+    if not (value := os.environ.get(variable, "")):
+        return unset
     if value not in _SWITCH:
         raise BadSetting(f"{variable} must be 0 or 1, got {value!r}")
     return _SWITCH[value]

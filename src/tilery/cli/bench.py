@@ -39,6 +39,9 @@ def bench(
     k: common.Depth = None,
     m: common.Rows = None,
     peers: common.Peers = None,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="The one kernel and config that an untuned call gets.")
+    ] = False,
     screen: common.Screen = False,
     warm: Annotated[bool, typer.Option("--warm", help="Inputs from the caches; from memory if not.")] = False,
     rounds: common.Rounds = None,
@@ -75,7 +78,7 @@ def bench(
     write_csv = _csv_writer(csv_form or ("pairs" if given else "rows"), chosen)
     depth = common.depth(screen, rounds, turn_ms)
     with common.progress() as (say, count):
-        done = run(choices, Store(), depth, not warm, say, count, shapes)
+        done = run(choices, Store(), depth, not warm, say, count, shapes, defaults)
     if csv:
         write_csv(done.rows, csv)
     table = _table(done.rows, common.shapes_title(shapes))

@@ -155,7 +155,9 @@ def nearest(entries: Iterable[Entry], want: Bucket) -> list[Entry]:
 
 
 def found(op: "Op", want: Bucket, kernels: Iterable[str], slug: str) -> Iterator[tuple[Entry, Path]]:
-    """Entries of these kernels for a bucket, the best first, each with its file."""
+    """Entries of these kernels for a bucket, the best first, each with its file; none where settings leave them out."""
+    if not settings.get().tuned:
+        return
     for path in files(op, slug):
         for entry in nearest((e for e in read(path, op) if e.kernel in kernels), want):
             yield entry, path

@@ -15,7 +15,7 @@ _FLUSHED = 2.0**-126  # what is smaller may be flushed to zero on its way: the l
 class Judged:
     """One output beside the float64 reference; both are inf unless NaN and infinities are in place."""
 
-    error: float  # rms(out - ref) / rms(ref) over what is finite
+    error: float  # rms(out - ref) / rms(ref) over what is finite, less what subnormal numbers must be off by
     largest: float = 0.0  # the largest |out - ref| of an element
     excess: float = 0.0  # the largest of an element as a multiple of what it is allowed
     element: tuple[int, ...] = ()  # where that is
@@ -43,7 +43,7 @@ def judge(out: Tensor, ref: Tensor, slack: float, whole: bool = False) -> Judged
             return Judged(math.inf, math.inf, math.inf)
         off, r = (o - r).abs_().masked_fill_(~finite, 0.0), r.masked_fill(~finite, 0.0)
         squares = r.square()
-        difference += off.square().sum().item()
+        difference += max(off.square().sum().item() - _subnormal_rounding(r, out.dtype), 0.0)
         total += squares.sum().item()
         largest = max(largest, off.max().item() if off.numel() else 0.0)
         bound = r.abs() + (squares.mean(-1, keepdim=True).sqrt() if scale is None else scale)
@@ -63,6 +63,18 @@ def _rms(ref: Tensor, n: int) -> float:
     chunks = ref.reshape(-1, n).split(max(_CHUNK // n, 1))
     total = sum(c.double().nan_to_num(0.0, 0.0, 0.0).square().sum().item() for c in chunks)
     return math.sqrt(total / max(ref.numel(), 1))
+
+
+def _subnormal_rounding(ref: Tensor, dtype: torch.dtype) -> float:
+    """Sum of squares that rounding to `dtype` costs elements below its least normal number.
+
+    Their steps do not shrink with them: a softmax over 150,000 classes in fp16 has an error of 1.6e-3 for this alone.
+    """
+    if not dtype.is_floating_point or dtype == torch.float64:
+        return 0.0
+    kind = torch.finfo(dtype)
+    count = ((ref != 0) & (ref.abs() < kind.smallest_normal)).sum().item()
+    return count * (kind.smallest_normal * kind.eps) ** 2 / 12  # uniform over a step
 
 
 def half_steps(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilery.base import settings
 from tilery.base.spec import Case, Cost
+from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY, Op
 from tilery.core.peers import PEERS
 from tilery.hardware import device
@@ -37,6 +39,7 @@ class Unit:
     peers: tuple[str, ...]  # "baseline:…"
     depth: timing.Depth = timing.FULL
     cold: bool = True
+    tuned: bool = True  # False: defaults are timed, whatever is tuned
 
     def without(self, arms: set[str]) -> "Unit":
         kernels, peers = (tuple(a for a in names if a not in arms) for names in (self.kernels, self.peers))
@@ -44,9 +47,13 @@ class Unit:
 
 
 def units(
-    op: Op, kernels: list[str], peers: list[str], given: list[Case] | None, depth: timing.Depth, cold: bool = True
-) -> list[Unit]:
-    """Every kernel that runs here on the given cases or on its device's own; with each, the peers of that device."""
+    op: Op, kernels: list[str], peers: list[str], given: list[Case] | None, depth: timing.Depth, cold: bool = True,
+    defaults: bool = False,
+) -> list[Unit]:  # fmt: skip
+    """Every kernel that runs here on the given cases or on its device's own; with each, the peers of that device.
+
+    With `defaults` only the kernel that an untuned call gets, if it is one of `kernels`.
+    """
     places = {kernel: place(op, kernel) for kernel in kernels}
     found = []
     for where, own in ((device.default(), "bench"), (torch.device("cpu"), "bench_cpu")):
@@ -55,12 +62,24 @@ def units(
         able = tuple(k for k, p in places.items() if p.device == where and not p.interpreted)
         with_them = tuple(p for p in peers if where.type == "cuda" or not PEERS[p.removeprefix("baseline:")].gpu)
         for case in (op.cases[own] if given is None else given) if able else []:
-            found.append(Unit(op.name, case, str(where), able, with_them, depth, cold))
+            timed = tuple(k for k in able if k == dispatched(op, case, where)) if defaults else able
+            found.append(Unit(op.name, case, str(where), timed, with_them, depth, cold, not defaults))
     return found
+
+
+def dispatched(op: Op, case: Case, where: torch.device) -> str:
+    """The kernel that an untuned call gets."""
+    with settings.override(tuned=False):
+        return op.plan(specs_for(op, case, str(where))).kernel
 
 
 def measure(unit: Unit, progress: timing.Progress = lambda arm, what: None) -> Iterator[Row]:
     """A row for every arm, and for the controls."""
+    with settings.override(tuned=unit.tuned):
+        yield from _measured(unit, progress)
+
+
+def _measured(unit: Unit, progress: timing.Progress) -> Iterator[Row]:
     op, where = REGISTRY[unit.op], torch.device(unit.device)
     good: dict[str, Row] = {}
     for name in (*unit.peers, *unit.kernels):

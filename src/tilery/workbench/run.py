@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tilery.base import settings
 from tilery.base.errors import CompileFailed
 from tilery.base.spec import Artifact, Case
 from tilery.core import peers
@@ -44,14 +45,17 @@ class Choice:
 
 def run(
     choices: list[Choice], store: Store, depth: timing.Depth, cold: bool, say: Say, count: Callable[[int], None],
-    shapes: str | None = None,
+    shapes: str | None = None, defaults: bool = False,
 ) -> Recorder:  # fmt: skip
-    """`count` is called after every case, with the number of cases there are; `shapes`: the set that they are of."""
+    """`count` is called after every case, with the number of cases there are; `shapes`: the set that they are of.
+
+    With `defaults` each case has the kernel and config that an untuned call gets.
+    """
     left_out = {name: why for choice in choices for name, why in _left_out(choice).items()}
     work = []
     for c in choices:
         kernels, others = ([arm for arm in arms if (c.op.name, arm) not in left_out] for arms in (c.kernels, c.peers))
-        work += units(c.op, kernels, others, c.cases, depth, cold)
+        work += units(c.op, kernels, others, c.cases, depth, cold, defaults)
     devices = sorted({torch.device(unit.device) for unit in work}, key=str)
     recorder = Recorder(store, devices, str(depth), say, {"shapes": shapes} if shapes else None)
     with recorder.running():
@@ -61,8 +65,10 @@ def run(
             for row in rows:
                 recorder.add(row)
             count(len(work))
-        _describe_timed(choices, recorder, say)
-        _compile_the_rest(choices, recorder, say)
+        with settings.override(tuned=not defaults):
+            _describe_timed(choices, recorder, say)
+        if not defaults:
+            _compile_the_rest(choices, recorder, say)
     return recorder
 
 

@@ -19,6 +19,7 @@ from tilery.languages import cuda_glue, tensor_maps
 from tilery.ops.matmul.cuda.hopper import Config
 from tilery.ops.matmul.cuda.hopper import gemm as kernel
 from tilery.ops.matmul.cuda.hopper_tiles import blocks_at_once
+from tilery.ops.matmul.cuda.operands import operands
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
@@ -27,20 +28,60 @@ def call_of(m=64, n=256, k=1024, dtype="bf16", **more):
     return call_for(matmul, case(m=m, n=n, k=k, dtype=dtype, **more))
 
 
+def test_would_round_fp32():
+    assert "wgmma takes fp16 and bf16, and would round fp32 to tf32" in kernel.refusal(call_of(dtype="fp32"))
+
+
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "a", "b"),  # of each operand: what is contiguous, and whether it is copied
     [
-        ({"dtype": "fp32"}, "wgmma takes fp16 and bf16, and would round fp32 to tf32"),
-        ({"layout_b": "contiguous"}, "b must have K contiguous"),
-        ({"layout": "transposed"}, "a must have K contiguous"),
-        ({"k": 1020}, "rows of a must start at multiples of 16 bytes"),
-        ({"layout": "misaligned"}, "a must start at a multiple of 16 bytes"),
-        ({"layout": "padded"}, None),
-        ({"m": 1, "n": 9, "k": 72}, None),
+        ({}, "K", "K"),
+        ({"layout_b": "contiguous"}, "K", "N"),
+        ({"layout": "transposed", "layout_b": "contiguous"}, "M", "N"),
+        ({"layout": "padded", "layout_b": "padded"}, "K", "N"),
+        ({"k": 1020}, "K copied", "K copied"),  # lines of 2040 bytes
+        ({"n": 255, "layout_b": "contiguous"}, "K", "N copied"),
+        ({"m": 300, "layout": "misaligned"}, "K copied", "K"),
+        ({"m": 100, "layout": "transposed"}, "M copied", "K"),  # lines of 200 bytes
+        ({"m": 20, "layout": "transposed"}, "K copied", "K"),  # so few rows fill no MN-major tile
+        ({"m": 1, "n": 9, "k": 72}, "K", "K"),
     ],
+    ids=str,
 )
-def test_takes_what_tma_can_load(more, said):
-    why = kernel.refusal(call_of(**more))
+def test_takes_every_layout(more, a, b):
+    """TMA loads either order; what it cannot address is copied first."""
+    call = call_of(**more)
+    config = kernel.default(call)
+    said = []
+    for each, rows in zip(operands(call), "MN"):
+        said.append((rows if each.mn_major else "K") + (" copied" if each.copied_from is not None else ""))
+    assert said == [a, b] and kernel.refusal(call) is None and kernel.refusal(call, config) is None
+    specs, complete = policy.with_workspace(matmul, kernel, call, config)
+    assert len(specs) == sum("copied" in each for each in said)
+    assert all(spec.shape[-1] % 8 == 0 for spec in specs)  # lines of 16 bytes
+    launches = kernel.launches(complete, config)
+    assert [launch.kernel.name for launch in launches[:-1]] == ["copy_rows"] * len(specs)
+
+
+def test_rows_that_overlap_are_copied():
+    call = call_of()
+    expanded = type(call)(call._values | {"a": call.a._replace(strides=(0, 1))})
+    a, b = operands(expanded)
+    assert a.copied_from is not None and b.copied_from is None
+
+
+@pytest.mark.parametrize(
+    ("more", "config", "said"),
+    [
+        ({"layout": "transposed"}, Config("small_m", 40, 64, 4), "block_m must be a multiple of 64 where a is contig"),
+        ({"layout_b": "contiguous"}, Config("small_m", 40, 48, 4), "a tile must have a multiple of 64 columns and as"),
+        ({"layout_b": "contiguous"}, Config("small_m", 40, 128, 4), None),
+        ({"layout_b": "contiguous"}, Config("large_m", 128, 96, 4), "a tile must have a multiple of 64 columns where b"),
+    ],
+    ids=str,
+)
+def test_tiles_of_mn_major_operands_come_in_chunks_of_64(more, config, said):
+    why = kernel.refusal(call_of(**more), config)
     assert why is None if said is None else said in why
 
 
@@ -51,8 +92,8 @@ def test_takes_what_tma_can_load(more, said):
         ("sm_90", {"m": 1}, None),
         ("sm_90", {"dtype": "fp32"}, "would round fp32 to tf32"),
         ("sm_90", {"dtype": "fp32", "precision": "tf32"}, "wgmma takes fp16 and bf16"),
-        ("sm_90", {"layout_b": "contiguous"}, "K contiguous"),
-        ("sm_90", {"k": 1020}, "16 bytes"),
+        ("sm_90", {"layout_b": "contiguous"}, None),
+        ("sm_90", {"k": 1020}, None),
         ("sm_80", {}, "builds for sm_90, and cuda:0 is sm_80"),
     ],
 )
@@ -80,11 +121,16 @@ def test_is_the_first_that_a_gpu_is_asked_and_the_others_take_what_it_refuses(ar
         (Config("large_m", 128, 256, 2, 3), None),
         (Config("large_m", 128, 128, 4, 2, multicast=2), "split_k goes with neither multicast nor tma_store"),
         (Config("large_m", 128, 128, 4, 2, tma_store=True), "split_k goes with neither multicast nor tma_store"),
-        (Config("small_m", 128, 128, 2, 2), None),
+        (Config("small_m", 128, 128, 2, 2), "partial sums of c must fit the memory of 2 stages"),
+        (Config("small_m", 128, 128, 3, 2), None),
         (Config("small_m", 128, 24, 2, 2), None),
         (Config("large_m", 128, 128, 4, multicast=4), "multicast of the large_m kernel must be one of 1, 2, got 4"),
-        (Config("small_m", 16, 128, 4, multicast=2), "multicast of the small_m kernel must be one of 1, got 2"),
+        (Config("small_m", 16, 128, 4, multicast=8), "multicast of the small_m kernel must be one of 1, 2, 4, got 8"),
+        (Config("small_m", 24, 128, 4, multicast=2), "block_m must be a multiple of 16 for multicast of 2"),
+        (Config("small_m", 48, 128, 4, multicast=2), None),
         (Config("small_m", 128, 256, 4), "sums of 128 × 256 do not fit the registers of a block"),
+        (Config("small_m", 240, 128, 2), None),
+        (Config("small_m", 12, 128, 4), "block_m of the small_m kernel must be one of 8, 16, 24"),
         (Config("large_m", 128, 256, 5), "pipeline of 5 stages takes 246864 bytes of shared memory, 231424 are there"),
     ],
 )
@@ -158,7 +204,7 @@ def test_both_kernels_build_and_keep_products_in_flight(config, dtype):
     made = policy.compiled(matmul, "cuda.hopper", call_of(dtype=dtype), config, "sm_90")
     sass = toolkit.sass(made.cubin)
     columns = config.block_n if config.large_m else config.block_m
-    assert made.spills == 0 and f"HGMMA.64x{columns}x16.F32" in sass and "UTMALDG.2D" in sass
+    assert made.spills == 0 and f"HGMMA.64x{columns}x16.F32" in sass and "UTMALDG.3D" in sass
     assert "DEPBAR.LE gsb0, 0x1" in sass  # one k-block is multiplied while the next is waited for
     assert ("MULTICAST" in sass) == (config.multicast > 1) and ("UTMASTG.2D" in sass) == config.tma_store
 
@@ -184,13 +230,14 @@ def test_launches_as_planned(m, config, blocks, boxes, launches):
     c = torch.empty(m, n, dtype=torch.bfloat16)
     (launch,) = kernel.launches(matmul.call(matmul.specs(args)), config)
     cuda_glue.bind(launch, torch.device("cuda:0"))((*args, c))
-    ((built, (grid, *given, pointer, rows, columns, depth)),) = made
-    assert (grid, pointer, rows, columns, depth) == (blocks, c.data_ptr(), m, n, k)
+    ((built, (grid, *given)),) = made
+    pointer, *sizes = given[-13:-6]  # GemmParams, but for the epilogue's
+    assert (grid, pointer, sizes) == (blocks, c.data_ptr(), [m, n, k, 1, 0, 0])
     assert (built.threads, built.shared, built.cluster) == (config.threads, config.shared, config.cluster)
-    whats = (a.data_ptr(), (k, m), (k,)), (b.data_ptr(), (k, n), (k,)), (c.data_ptr(), (n, m), (n,))
+    whats = (a.data_ptr(), (k, m, 1), (k, k)), (b.data_ptr(), (k, n, 1), (k, k)), (c.data_ptr(), (n, m), (n,))
     given_maps = [*maps[:2], maps[2]] if config.tma_store else maps[:2]
     assert given_maps == [(*what, (box,), 2) for what, box in zip(whats, boxes)]
-    assert len(given) == (3 if config.large_m else 2)
+    assert len(given) == (3 if config.large_m else 2) + 13
     if config.large_m and not config.tma_store:  # it takes a map that it does not use
         assert maps[2] == maps[0]
 

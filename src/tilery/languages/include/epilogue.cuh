@@ -14,36 +14,43 @@ __device__ __forceinline__ float activate(float x) {
     return x;
 }
 
-// Accumulators are stored as they are.
-struct IdentityEpilogue {
-    template <int BEGIN, int END, int COUNT>
-    __device__ void apply_rows(float (&)[COUNT], int, int) const {}
-    template <int WARPGROUP_N, int COUNT>
-    __device__ void apply_transposed(float (&)[COUNT], int, int) const {}
-    __device__ void apply_four(float (&)[4], int, int) const {}
-};
-
-// bias [n], and addend [m, n] with rows that are `addend_stride` apart. Both start at multiples of 16 bytes, and so
-// does every row of the addend. With a bias n is even, with an addend a multiple of 8. The addend is not read where
-// beta is 0.
-template <typename T, Activation ACT, bool HAS_BIAS, bool HAS_ADDEND, bool HAS_ALPHA_BETA>
+// bias [n], and addend [m, n] of any strides. VECTORS: both start at multiples of 16 bytes, and so does every row of the
+// addend; with a bias n is even, with an addend a multiple of 8. The addend is not read where beta is 0.
+template <typename T, Activation ACT, bool HAS_BIAS, bool HAS_ADDEND, bool HAS_ALPHA_BETA, bool VECTORS>
 struct Epilogue {
     const T *bias, *addend;
-    i64 addend_stride;
+    i64 addend_row_stride, addend_col_stride;
     float alpha, beta;
     int m, n;
+    static constexpr bool IDENTITY = ACT == none && !HAS_BIAS && !HAS_ADDEND && !HAS_ALPHA_BETA;
     static constexpr int GROUPS_IN_FLIGHT = 8;  // groups of eight columns whose addends are loaded at once
 
     __device__ float scaled(float value) const { return HAS_ALPHA_BETA ? alpha * value : value; }
     __device__ void add(float& value, float added) const { value += HAS_ALPHA_BETA ? beta * added : added; }
     __device__ bool adds() const { return HAS_ADDEND && (!HAS_ALPHA_BETA || beta != 0.0f); }
-    __device__ const T* addend_at(int row, int col) const { return addend + row * addend_stride + col; }
+    __device__ const T* addend_at(int row, int col) const {
+        return addend + row * addend_row_stride + (VECTORS ? col : col * addend_col_stride);
+    }
+    // One element without vectors: `row` and `col` may be outside of c.
+    __device__ __forceinline__ float applied(float value, int row, int col) const {
+        const bool inside = row < m && col < n;
+        value = activate<ACT>(scaled(value) + (HAS_BIAS && inside ? static_cast<float>(bias[col]) : 0.0f));
+        if (adds() && inside) add(value, static_cast<float>(*addend_at(row, col)));
+        return value;
+    }
 
     // Accumulators in wgmma's layout: `row` is the first of this thread's two rows, col0 the tile's first column.
     // Applies to the groups of eight columns BEGIN to END, GROUPS_IN_FLIGHT at a time. Addends are loaded before the
     // activation.
     template <int BEGIN, int END, int COUNT>
     __device__ __forceinline__ void apply_rows(float (&acc)[COUNT], int row, int col0) const {
+        if constexpr (IDENTITY) return;
+        if constexpr (!VECTORS) {
+#pragma unroll
+            for (int r = 4 * BEGIN; r < 4 * END; ++r)
+                acc[r] = applied(acc[r], row + r % 4 / 2 * 8, col0 + r / 4 * 8 + threadIdx.x % 4 * 2 + r % 2);
+            return;
+        }
         constexpr int LAST = BEGIN + GROUPS_IN_FLIGHT < END ? BEGIN + GROUPS_IN_FLIGHT : END;
         constexpr int FOURS = (LAST - BEGIN) / 4, REST = BEGIN + 4 * FOURS;
         if (col0 + 8 * BEGIN >= n) return;  // this branch also keeps the compiler from starting all loads at once
@@ -104,7 +111,16 @@ struct Epilogue {
     template <int WARPGROUP_N, int COUNT>
     __device__ __forceinline__ void apply_transposed(float (&acc)[COUNT], int row0, int col0) const {
         const int warp_col = threadIdx.x / 32 % 4 * 16, line = threadIdx.x % 32 / 4, quad_lane = threadIdx.x % 4;
+        if constexpr (IDENTITY) return;
         if (warp_col >= WARPGROUP_N) return;
+        if constexpr (!VECTORS) {
+#pragma unroll
+            for (int r = 0; r < COUNT; ++r) {
+                const int col = warp_col + r % 4 / 2 * 8 + line;
+                if (col < WARPGROUP_N) acc[r] = applied(acc[r], row0 + r / 4 * 8 + quad_lane * 2 + r % 2, col0 + col);
+            }
+            return;
+        }
         float biases[2] = {};
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -116,6 +132,7 @@ struct Epilogue {
         if (!adds()) return;
 #pragma unroll
         for (int r = 0; r < COUNT; r += 2) {
+            if (r % 16 == 0) asm volatile("" ::: "memory");  // else the compiler starts all loads at once, and spills
             const int row = row0 + r / 4 * 8 + line, col = warp_col + r % 4 / 2 * 8 + quad_lane * 2;
             unsigned word = 0;
             if (col < WARPGROUP_N && col0 + col < n && row < m)
@@ -126,6 +143,12 @@ struct Epilogue {
 
     // Four columns of a row that is inside c. The columns may be outside.
     __device__ __forceinline__ void apply_four(float (&values)[4], int row, int col) const {
+        if constexpr (IDENTITY) return;
+        if constexpr (!VECTORS) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) values[i] = applied(values[i], row, col + i);
+            return;
+        }
         float added[4] = {};
         if (adds() && col < n) load(added, addend_at(row, col));
 #pragma unroll

@@ -106,14 +106,15 @@ __device__ void store_transposed(const float (&acc)[COUNT], T* c, int row0, int 
             if (col < WARPGROUP_N && col0 + col < n && row < m) c[i64{row} * n + col0 + col] = acc[r];
         }
     } else {
-        constexpr int GROUPS = COUNT / 4, STEP = GROUPS > 1 ? 2 : 1;  // groups of eight rows of c
+        constexpr int GROUPS = COUNT / 4;  // of eight rows of c, which are stored two at a time
 #pragma unroll
-        for (int g = 0; g < GROUPS; g += STEP) {
+        for (int g = 0; g < GROUPS; g += 2) {
+            const bool two = g + 1 < GROUPS;
             unsigned words[4];
 #pragma unroll
-            for (int i = 0; i < 2 * STEP; ++i)
+            for (int i = 0; i < (two ? 4 : 2); ++i)
                 words[i] = transpose_8x8(Vec<T, 2>::from_float({acc[4 * g + 2 * i], acc[4 * g + 2 * i + 1]}).bits());
-            if (STEP == 2 && n % 8 == 0) {  // 16 bytes a thread
+            if (two && n % 8 == 0) {  // 16 bytes a thread
                 transpose_quad(words);
                 const int row = row0 + (g + quad_lane / 2) * 8 + line, col = warp_col + quad_lane % 2 * 8;
                 if (col < WARPGROUP_N && col0 + col < n && row < m)
@@ -121,7 +122,7 @@ __device__ void store_transposed(const float (&acc)[COUNT], T* c, int row0, int 
                 continue;
             }
 #pragma unroll
-            for (int i = 0; i < 2 * STEP; ++i) {
+            for (int i = 0; i < (two ? 4 : 2); ++i) {
                 const int row = row0 + (g + i / 2) * 8 + line, col = warp_col + i % 2 * 8 + quad_lane * 2;
                 if (col >= WARPGROUP_N || col0 + col >= n || row >= m) continue;
                 T* const to = c + i64{row} * n + col0 + col;

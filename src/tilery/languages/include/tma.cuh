@@ -19,6 +19,20 @@ __device__ inline void tma_load_2d(Mbarrier& barrier, void* to, const TensorMap&
                  "[%0], [%1, {%3, %4}], [%2];" ::"r"(smem_address(to)), "l"(&map),
                  "r"(smem_address(&barrier.state)), "r"(column), "r"(row) : "memory");
 }
+// The same of a tensor with three dimensions, with an L2 policy. With MULTICAST > 1 the box goes to every block of the
+// cluster, as in tma_load_2d_multicast.
+template <int MULTICAST>
+__device__ void tma_load_3d(u64 policy, Mbarrier& barrier, void* to, const TensorMap& map, int c0, int c1, int c2) {
+    if constexpr (MULTICAST == 1)
+        asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+                     "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(smem_address(to)), "l"(&map),
+                     "r"(smem_address(&barrier.state)), "r"(c0), "r"(c1), "r"(c2), "l"(policy) : "memory");
+    else
+        asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                     ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6, %7;"
+                     ::"r"(smem_address(to)), "l"(&map), "r"(smem_address(&barrier.state)), "r"(c0), "r"(c1), "r"(c2),
+                       "h"(static_cast<unsigned short>((1 << MULTICAST) - 1)), "l"(policy) : "memory");
+}
 // The same of a tensor with four dimensions.
 __device__ inline void tma_load_4d(Mbarrier& barrier, void* to, const TensorMap& map, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -42,20 +56,13 @@ __device__ inline void tma_load_4d_multicast(unsigned block_mask, Mbarrier& barr
                  "r"(smem_address(&barrier.state)), "r"(c0), "r"(c1), "r"(c2), "r"(c3),
                  "h"(static_cast<unsigned short>(block_mask)) : "memory");
 }
-// A tile of ROWS rows from `row` on, for MULTICAST blocks of a cluster that need the same one: each block loads
-// ROWS / MULTICAST of the rows and multicasts them to all.
-template <int ROWS, int MULTICAST>
-__device__ void tma_load_rows(Mbarrier& barrier, unsigned char* to, const TensorMap& map, int column, int row) {
-    if constexpr (MULTICAST == 1) {
-        tma_load_2d(barrier, to, map, column, row);
-    } else {
-        static_assert(ROWS / MULTICAST * SWIZZLE_BYTES % SWIZZLE_ATOM == 0, "parts start at multiples of the swizzle atom");
-        const int skip = Cluster<MULTICAST>::rank() * (ROWS / MULTICAST);
-        tma_load_2d_multicast((1 << MULTICAST) - 1, barrier, to + skip * SWIZZLE_BYTES, map, column, row + skip);
-    }
+// L2 policies: of most data, and of data that is read once, such as weights of a small-M product, which is the first to
+// be evicted.
+__device__ inline u64 evict_normal_policy() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
 }
-
-// L2 policy for data that is read once, such as weights of a small-M product: it is the first to be evicted.
 __device__ inline u64 evict_first_policy() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -18,13 +18,12 @@ from tilery.languages import tensor_maps
 from tilery.languages.cuda_source import Source
 from tilery.ops.fp8_matmul.call import Fp8MatmulCall
 from tilery.ops.matmul.call import gemm_work
-from tilery.ops.matmul.cuda import hopper_tiles
-from tilery.ops.matmul.cuda.hopper_tiles import ConfigSpace
+from tilery.ops.matmul.cuda import hopper_costs, hopper_tiles
+from tilery.ops.matmul.cuda.hopper_costs import Problem
 from tilery.ops.quantize.formats import GROUP
 
 _SOURCE = Path(__file__).with_name("fp8_matmul.cu")
-_COLUMNS = (*hopper_tiles.NARROW, 128, 176, 192, 256)  # of large-M tiles
-_TILE_TIME = 48  # columns whose time a tile takes besides its own: its sums are promoted
+_COLUMNS = (32, 48, 64, 96, 128, 176, 192, 256)  # of large-M tiles
 _CHOICES = {
     "large_m": {"block_m": (128,), "block_n": _COLUMNS, "split_k": (1,)},
     "small_m": {
@@ -38,6 +37,8 @@ _CHOICES = {
 @dataclass(frozen=True)
 class Config(hopper_tiles.Config):
     producer_warps = 2  # one for tiles, one for scales
+    sum_sets = 2
+    other_registers = 32
 
     @property
     def scale_bytes(self) -> int:  # type: ignore[override]
@@ -60,13 +61,19 @@ class Fp8Matmul(Kernel):
         return None
 
     def default(self, call: Fp8MatmulCall) -> Config:
-        tma_store = call.c.dtype.itemsize == 2 and call.n % 8 == 0
-        return _space(call).default({"group_m": 16, "tma_store": tma_store})
+        return self.problem(call).ranked()[0]
 
     def configs(self, call: Fp8MatmulCall) -> list[Config]:
-        options = [{"tma_store": tma_store} for tma_store in (True, False)]
-        found = [self.default(call), *_space(call).candidates(options)]
-        return [c for c in dict.fromkeys(found) if self.refusal(call, c) is None]
+        return self.problem(call).candidates()
+
+    def expected_us(self, call: Fp8MatmulCall, config: Config) -> float:
+        return self.problem(call).expected_us(config)
+
+    def problem(self, call: Fp8MatmulCall) -> Problem[Config]:
+        return Problem(
+            Config, hopper_costs.fitted("fp8"), gpu(call.a.device), call.m, call.n, call.k // GROUP, _COLUMNS,
+            lambda config: self.refusal(call, config) is None, itemsize=call.c.dtype.itemsize, group_m=16,
+        )  # fmt: skip
 
     def estimate(self, call: Fp8MatmulCall, config: Config) -> Work:
         sizes = call.m, call.n, call.k, call.a.dtype.itemsize
@@ -85,13 +92,9 @@ class Fp8Matmul(Kernel):
         args |= {"c": c, "m": call.m, "n": call.n, "k": call.k}
         source = Source(_SOURCE, "fp8_matmul" if config.large_m else "fp8_matmul_small_m")
         types = {"TA": dtype_name(a.dtype), "TB": dtype_name(b.dtype), "T": c.dtype}
-        options, grid = {"threads": config.threads, "shared": config.shared}, config.grid(call.m, call.n)
+        options, grid = {"threads": config.threads, "shared": config.shared}, config.grid(call.m, call.n, gpu(call.a.device).sms)
         constants = types | _constants(config)
         return [Launch(source, grid, args, constants, options, cluster=config.cluster, pdl=True)]
-
-
-def _space(call: Fp8MatmulCall) -> ConfigSpace[Config]:
-    return ConfigSpace(Config, gpu(call.a.device), call.m, call.n, call.k // GROUP, _COLUMNS, _TILE_TIME)
 
 
 def _scales(operand: str, scale: Any) -> dict[str, Any]:

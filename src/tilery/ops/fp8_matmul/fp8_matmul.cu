@@ -164,7 +164,8 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 64) fp8_matmul_small_m(
     constexpr bool ONE_SCALE = 128 % WARPGROUP_N == 0;  // all columns of a warpgroup have one scale of b; else maybe two
     constexpr int B_SCALES = 128 % BLOCK_N == 0 ? 1 : BLOCK_N % 128 == 0 ? BLOCK_N / 128 : BLOCK_N / 128 + 2;  // of a tile
     using SplitK = SmallMSplitK<T, BLOCK_M, WARPGROUPS, WARPGROUP_N, SPLIT_K, THREADS>;
-    constexpr int COUNT = SplitK::COUNT, PARTIALS = 3 * COUNT + 48 <= 65536 / THREADS ? 2 : 1;  // sets of partial sums
+    constexpr int COUNT = SplitK::COUNT, REGISTERS = 65536 / ((THREADS + 127) / 128 * 128);
+    constexpr int PARTIALS = 3 * COUNT + 40 <= REGISTERS ? 2 : 1;  // sets of partial sums
     static_assert(SPLIT_K == 1 || SplitK::OWN_BYTES <= STAGES * STAGE_BYTES, "the tile of c takes the memory of the stages");
     static_assert(B_SCALES <= 4, "a stage has room for four");
     extern __shared__ __align__(1024) unsigned char smem[];

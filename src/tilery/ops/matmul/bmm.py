@@ -12,7 +12,8 @@ from tilery.core.call import Call
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
 from tilery.ops.matmul import contract
-from tilery.ops.matmul.call import layout
+from tilery.ops.matmul.call import BmmCall, layout
+from tilery.ops.matmul.contract import TF32
 
 if TYPE_CHECKING:
     from tilery.models.model import Model
@@ -79,8 +80,10 @@ def model_sizes(model: "Model") -> list[dict[str, int]]:
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs,
     allowed=lambda call: contract.allowed_of_sums(call.a.dtype, call.a.shape[2]),
+    call_type=BmmCall,
     kernels={
         "numba": "tilery.ops.matmul.numba.batched:bmm",
+        "cuda.hopper": "tilery.ops.matmul.cuda.hopper:gemm",
         "triton": "tilery.ops.matmul.triton.batched:bmm",
         "cutile": "tilery.ops.matmul.cutile.batched:bmm",
     },
@@ -88,24 +91,24 @@ def model_sizes(model: "Model") -> list[dict[str, int]]:
     backward=_backward,
     cases={
         "test": [
-            case(batch=3, m=65, n=33, k=97, dtype="fp32"),  # odd tails on every side
             case(batch=2, m=128, n=136, k=72, dtype="fp16"),
+            case(batch=3, m=65, n=33, k=97, dtype="fp32", refused_by=TF32),  # odd tails on every side
             case(batch=2, m=128, n=136, k=72, dtype="bf16"),
             case(batch=2, m=65, n=33, k=97, dtype="bf16", layout_b="transposed"),
             case(batch=5, m=1, n=40, k=64, dtype="bf16", layout_b="transposed"),  # one row each
             case(batch=1, m=20, n=24, k=64, dtype="fp16"),
             case(batch=1, m=1, n=33, k=64, dtype="fp16"),  # a single row that does not end on 16 bytes
-            case(batch=2, m=1, n=1, k=1, dtype="fp32"),
+            case(batch=2, m=1, n=1, k=1, dtype="fp32", refused_by=TF32),
             case(batch=0, m=16, n=16, k=16, dtype="fp16"),  # nothing to launch
-            case(batch=2, m=0, n=16, k=16, dtype="fp32"),
+            case(batch=2, m=0, n=16, k=16, dtype="fp32", refused_by=TF32),
             case(batch=2, m=16, n=0, k=16, dtype="fp16"),
-            case(batch=2, m=20, n=24, k=0, dtype="fp32"),  # a sum of nothing is zero
+            case(batch=2, m=20, n=24, k=0, dtype="fp32", refused_by=TF32),  # a sum of nothing is zero
             case(batch=2, m=40, n=48, k=64, dtype="fp16", layout="transposed", layout_b="transposed"),
             case(batch=2, m=33, n=48, k=64, dtype="fp16", layout="padded", layout_b="padded"),
             case(batch=2, m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_b="misaligned"),
             case(batch=2, m=3, n=32, k=64, dtype="fp16", layout="far"),  # more than 2**31 elements from first to last
             case(batch=3, m=20, n=32, k=34, dtype="fp16", layout_b="far"),
-            case(batch=2, m=32, n=40, k=64, dtype="fp32", special="nan"),
+            case(batch=2, m=32, n=40, k=64, dtype="fp32", special="nan", refused_by=TF32),
             case(batch=2, m=32, n=40, k=64, dtype="fp16", special="inf"),
         ],
         "bench": [

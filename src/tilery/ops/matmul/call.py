@@ -80,12 +80,22 @@ class MatmulCall(Call):
         return self.a.shape[1]
 
     @property
+    def batch(self) -> int:
+        """Products of this size."""
+        return 1
+
+    @property
+    def batch_strides(self) -> tuple[int, int]:
+        """Elements from one product's a to the next one's, and so for b; 0 where all have the same."""
+        return 0, 0
+
+    @property
     def a_strides(self) -> Strides:
-        return Strides(*self.a.strides)
+        return Strides(*self.a.strides[-2:])
 
     @property
     def b_strides(self) -> Strides:
-        return Strides(*self.b.strides)
+        return Strides(*self.b.strides[-2:])
 
     @property
     def addend_strides(self) -> Strides:
@@ -93,6 +103,32 @@ class MatmulCall(Call):
 
     def _value(self, name: str) -> Any:
         return self._values[name]
+
+
+class BmmCall(MatmulCall):
+    """bmm: a [B, M, K], b [B, K, N]."""
+
+    precision = "ieee"
+
+    @property
+    def m(self) -> int:
+        return self.a.shape[1]
+
+    @property
+    def n(self) -> int:
+        return self.b.shape[2]
+
+    @property
+    def k(self) -> int:
+        return self.a.shape[2]
+
+    @property
+    def batch(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def batch_strides(self) -> tuple[int, int]:
+        return self.a.stride(0), self.b.stride(0)
 
 
 class MatmulAddCall(MatmulCall):

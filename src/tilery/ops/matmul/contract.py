@@ -19,9 +19,8 @@ ALLOWED = {torch.float32: 5e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 ALLOWED_TF32 = {torch.float32: 1e-3}
 _LONG_SUM = 2048  # products, up to which the error does not grow
 PRECISIONS = ("ieee", "tf32")
-# What cases of products with an epilogue declare as refused: tensor cores round fp32, TMA wants rows on 16 bytes.
+# What cases of products with an epilogue declare as refused: tensor cores round fp32.
 TF32 = {"cuda.hopper": "tf32"}
-TMA = {"cuda.hopper": "16 bytes"}
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": F.relu,

@@ -12,7 +12,7 @@ from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
 from tilery.ops.matmul import contract
 from tilery.ops.matmul.call import LinearCall
-from tilery.ops.matmul.contract import ACTIVATIONS, ALLOWED, TF32, TMA
+from tilery.ops.matmul.contract import ACTIVATIONS, ALLOWED, TF32
 from tilery.ops.rows import contract as rows
 
 _FLOPS = {"none": 0, "relu": 1, "gelu": 25, "gelu_tanh": 9, "silu": 5}  # of an element
@@ -117,10 +117,10 @@ def _torch(
             case(m=40, n=72, k=80, dtype="bf16", bias=True, residual=True, activation="gelu_tanh"),
             case(m=130, n=136, k=72, dtype="fp16"),  # several tiles each way
             case(m=65, n=33, k=97, dtype="fp32", bias=True, activation="silu", refused_by=TF32),  # odd tails
-            case(m=65, n=33, k=97, dtype="bf16", residual=True, refused_by=TMA),
+            case(m=65, n=33, k=97, dtype="bf16", residual=True),
             case(m=65, n=33, k=97, dtype="fp32", activation="gelu_tanh", refused_by=TF32),
-            case(m=33, n=65, k=40, dtype="fp16", bias=True, activation="relu", refused_by={"cuda.hopper": "even size"}),
-            case(m=33, n=44, k=40, dtype="fp16", residual=True, refused_by={"cuda.hopper": "of 8 values each"}),
+            case(m=33, n=65, k=40, dtype="fp16", bias=True, activation="relu"),
+            case(m=33, n=44, k=40, dtype="fp16", residual=True),
             case(m=1, n=128, k=256, dtype="bf16", bias=True, activation="gelu"),  # one row
             case(m=3, n=300, k=64, dtype="fp32", bias=True, residual=True, activation="relu", refused_by=TF32),
             case(m=1, n=1, k=1, dtype="fp32", refused_by=TF32),
@@ -132,10 +132,8 @@ def _torch(
             case(m=5, n=64, k=64, dtype="bf16", batch=3, bias=True, residual=True),
             case(m=40, n=64, k=64, dtype="fp32", layout_b="transposed", bias=True, refused_by=TF32),
             case(m=33, n=64, k=64, dtype="fp16", layout="padded", residual=True),
-            case(
-                m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_b="misaligned", residual=True,
-                refused_by=TMA,
-            ),
+            case(m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_b="misaligned", residual=True),
+            case(m=200, n=136, k=72, dtype="bf16", layout_b="transposed", bias=True, residual=True),  # several tiles
             case(m=3, n=32, k=64, dtype="fp16", layout="far", residual=True),  # more than 2**31 elements apart
             case(m=32, n=64, k=64, dtype="fp16", layout_b="far"),
             case(m=32, n=64, k=64, dtype="fp32", special="nan", bias=True, activation="relu", refused_by=TF32),

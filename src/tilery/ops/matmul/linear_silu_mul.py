@@ -15,7 +15,7 @@ from tilery.ops.gated.silu_mul import silu_mul_packed_backward
 from tilery.ops.matmul import contract
 from tilery.ops.matmul import linear as plain
 from tilery.ops.matmul.call import LinearSiluMulCall
-from tilery.ops.matmul.contract import TF32, TMA
+from tilery.ops.matmul.contract import TF32
 from tilery.ops.matmul.matmul import matmul
 from tilery.ops.rows import contract as rows
 
@@ -83,7 +83,7 @@ def _torch(x: Tensor, weight: Tensor, precision: str) -> Tensor:
             case(m=40, n=72, k=80, dtype="bf16"),
             case(m=130, n=136, k=72, dtype="fp16"),  # several tiles each way
             case(m=65, n=33, k=97, dtype="fp32", refused_by=TF32),  # odd tails; up starts in the middle of a tile
-            case(m=65, n=33, k=97, dtype="bf16", refused_by=TMA),
+            case(m=65, n=33, k=97, dtype="bf16"),
             case(m=1, n=128, k=256, dtype="bf16"),  # one row
             case(m=3, n=300, k=64, dtype="fp32", refused_by=TF32),
             case(m=1, n=1, k=1, dtype="fp32", refused_by=TF32),
@@ -93,7 +93,7 @@ def _torch(x: Tensor, weight: Tensor, precision: str) -> Tensor:
             case(m=5, n=64, k=64, dtype="fp32", batch=3, refused_by=TF32),  # [batch, m, k]
             case(m=40, n=64, k=64, dtype="fp32", layout_b="transposed", refused_by=TF32),
             case(m=33, n=64, k=64, dtype="fp16", layout="padded"),
-            case(m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_b="misaligned", refused_by=TMA),
+            case(m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_b="misaligned"),
             case(m=3, n=32, k=64, dtype="fp16", layout="far"),  # more than 2**31 elements from first to last
             case(m=17, n=16, k=64, dtype="fp16", layout_b="far"),
             case(m=32, n=64, k=64, dtype="fp32", special="nan", refused_by=TF32),

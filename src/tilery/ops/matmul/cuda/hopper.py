@@ -1,6 +1,7 @@
-"""matmul, matmul_add, linear and linear_silu_mul by TMA and wgmma for sm_90: a large-M and a small-M kernel.
+"""matmul, matmul_add, linear, linear_silu_mul and bmm by TMA and wgmma for sm_90: a large-M and a small-M kernel.
 
-The epilogue works on the sums while they are in registers. hopper_tiles.py cuts the work.
+The epilogue works on the sums while they are in registers. hopper_tiles.py cuts the work, hopper_costs.py chooses how.
+An operand that TMA cannot address is first copied to rows that it can.
 """
 
 from dataclasses import dataclass
@@ -11,28 +12,30 @@ import torch
 from torch import Tensor
 
 from tilery.base.launch import Host, Launch
-from tilery.base.spec import Work, dtype_name
+from tilery.base.spec import TensorSpec, Work, dtype_name
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import gpu
 from tilery.languages import tensor_maps
 from tilery.languages.cuda_source import Source
 from tilery.ops.matmul.call import MatmulCall, gemm_work
-from tilery.ops.matmul.cuda import hopper_tiles
-from tilery.ops.matmul.cuda.hopper_tiles import ConfigSpace
+from tilery.ops.matmul.cuda import hopper_costs, hopper_tiles
+from tilery.ops.matmul.cuda.hopper_costs import Problem
+from tilery.ops.matmul.cuda.operands import Operand, copy_launch, operands
 
 _SOURCE = Path(__file__).with_name("hopper.cu")
-_MANY = 1024  # rows: beyond, blocks multicast b; up to here, the large-M kernel may split K
-_COLUMNS = (*hopper_tiles.NARROW, 128, 160, 192, 224, 256)  # of large-M tiles
-_LARGE_M_SPLIT_K = (2, 3, 4)
+_COLUMNS = (32, 48, 64, 96, 128, 160, 192, 224, 256)  # of large-M tiles
+_SPLIT_K = (1, 2, 3, 4)
+_MN_ROWS = 64  # of an MN-major operand in a tile are a multiple of this
+_STAGED_ROWS = 160  # rows of both tiles, up to which a stage of the small-M kernel has two k-blocks
 
 
 @dataclass(frozen=True)
 class Config(hopper_tiles.Config):
-    multicast: int = 1  # blocks of a cluster, one above the other, that load parts of b for all of them; large_m alone
+    multicast: int = 1  # blocks of a cluster that load parts of b (small-M: of a) for all of them
 
     @property
     def k_blocks_per_stage(self) -> int:  # type: ignore[override]
-        return 1 if self.large_m else 2
+        return 1 if self.large_m or self.block_m + self.block_n > _STAGED_ROWS else 2
 
 
 @dataclass(frozen=True)
@@ -48,58 +51,64 @@ class HopperGemm(Kernel):
     @property
     def choices(self) -> hopper_tiles.Choices:
         """What there are kernels for."""
-        large_m = {"block_m": (128,), "block_n": _COLUMNS, "split_k": (1, *_LARGE_M_SPLIT_K), "multicast": (1, 2)}
+        large_m = {"block_m": (128,), "block_n": _COLUMNS, "split_k": _SPLIT_K, "multicast": (1, 2)}
         columns = hopper_tiles.small_m_columns(self.Config.halves)
         small_m = {"block_m": hopper_tiles.SMALL_M_ROWS, "block_n": columns, "split_k": hopper_tiles.SPLIT_K}
         if self.gated:
             large_m["split_k"] = small_m["split_k"] = (1,)
-        return {"large_m": large_m, "small_m": small_m | {"multicast": (1,)}}
+        return {"large_m": large_m, "small_m": small_m | {"multicast": (1, 2, 4)}}
 
     def refusal(self, call: MatmulCall, config: Config | None = None) -> str | None:
         if call.a.dtype not in (torch.float16, torch.bfloat16):
             return f"wgmma takes fp16 and bf16, and would round {dtype_name(call.a.dtype)} to tf32"
-        if why := _operand_refusal(call) or _epilogue_refusal(call):
-            return why
+        if (call.bias is not None or call.addend is not None) and call.k == 0:
+            return "K must be at least 1: without products there is no kernel to add anything to them"
         if config is None:
             return None
         if why := hopper_tiles.refusal(config, self.choices, call.n, call.a.dtype.itemsize, call.a.device):
             return why
         if config.large_m and config.split_k > 1 and call.k < 128 * config.split_k:
             return f"K must be at least {128 * config.split_k} for split_k of {config.split_k}, got {call.k}"
-        return None
+        if config.tma_store and call.batch > 1 and call.m % config.block_m:
+            return f"tma_store of several products takes M a multiple of {config.block_m}, got {call.m}"
+        return _mn_refusal(call, config)
 
     def default(self, call: MatmulCall) -> Config:
-        many = {"multicast": 2, "group_m": 4} if call.m > _MANY else {}
-        return self._space(call).default({"tma_store": call.n % 8 == 0} | many)
+        return self.problem(call).ranked()[0]
 
     def configs(self, call: MatmulCall) -> list[Config]:
-        multicasts = (1, 2) if call.m > 128 else (1,)
-        options = [{"tma_store": tma_store, "multicast": m} for m in multicasts for tma_store in (True, False)]
-        found = [self.default(call), *self._space(call).candidates(options)]
-        return [c for c in dict.fromkeys(found) if self.refusal(call, c) is None]
+        return self.problem(call).candidates()
 
-    def _space(self, call: MatmulCall) -> ConfigSpace[Config]:
-        split_k = _LARGE_M_SPLIT_K if call.m <= _MANY and not self.gated else ()
-        sizes = call.m, call.halves * call.n, call.k // 128
-        return ConfigSpace(self.Config, gpu(call.a.device), *sizes, _COLUMNS, large_m_split_k=split_k)
+    def expected_us(self, call: MatmulCall, config: Config) -> float:
+        return self.problem(call).expected_us(config)
+
+    def problem(self, call: MatmulCall) -> Problem[Config]:
+        return Problem(
+            self.Config, hopper_costs.fitted("16-bit"), gpu(call.a.device), call.m, call.halves * call.n,
+            -(-call.k // 64), _COLUMNS, lambda config: self.refusal(call, config) is None, call.batch,
+            large_m_split_k=(1,) if self.gated else _SPLIT_K, large_m_multicasts=(1, 2), small_m_multicasts=(1, 2, 4),
+        )  # fmt: skip
 
     def estimate(self, call: MatmulCall, config: Config) -> Work:
         """The addend is left out: a tile of it costs next to nothing."""
-        sizes = call.m, call.halves * call.n, call.k, call.a.dtype.itemsize
+        sizes = call.batch * call.m, call.halves * call.n, call.k, call.a.dtype.itemsize
         return gemm_work(*sizes, config.block_m, config.block_n, config.split_k)
+
+    def workspace(self, call: MatmulCall, config: Config) -> dict[str, TensorSpec]:
+        return {each.workspace_name: each.x for each in operands(call) if each.copied_from is not None}
 
     def launches(self, call: MatmulCall, config: Config) -> list[Launch | Host]:
         if call.k == 0:
             return [Host(Tensor.zero_, (call.out,))]  # there is no map of nothing, and every activation of 0 is 0
-        name, args, constants = "hopper_silu_mul" if self.gated else "hopper_matmul", _args(call, config), {}
-        if not self.gated and _has_epilogue(call):
-            name, constants = "hopper_linear", _epilogue_constants(call)
-            args |= _epilogue_args(call)
-        if not config.large_m:
-            name += "_small_m"
-        constants |= _constants(call, config)
-        options, grid = {"threads": config.threads, "shared": config.shared}, config.grid(call.m, call.halves * call.n)
-        return [Launch(Source(_SOURCE, name), grid, args, constants, options, cluster=config.cluster, pdl=True)]
+        a, b = operands(call)
+        launches: list[Launch | Host] = [copy_launch(each) for each in (a, b) if each.copied_from is not None]
+        args = _maps(call, config, a, b) | _params(call, a, b)
+        name = "hopper_gemm" if config.large_m else "hopper_gemm_small_m"
+        constants = {"T": call.a.dtype, "A_MN": a.mn_major, "B_MN": b.mn_major} | _constants(config) | _epilogue(call)
+        options = {"threads": config.threads, "shared": config.shared}
+        grid = config.grid(call.m, call.halves * call.n, gpu(call.a.device).sms, call.batch)
+        product = Launch(Source(_SOURCE, name), grid, args, constants, options, cluster=config.cluster, pdl=True)
+        return [*launches, product]
 
 
 class GatedHopperGemm(HopperGemm):
@@ -112,81 +121,72 @@ class GatedHopperGemm(HopperGemm):
 gemm, gated_gemm = HopperGemm(), GatedHopperGemm()
 
 
-# Refusals
-
-
-def _operand_refusal(call: MatmulCall) -> str | None:
-    for name, x, matrix in zip(call.user_names, (call.a, call.b), _k_major(call)):
-        if matrix.strides[1] != 1 and call.k > 1 and matrix.shape[0]:
-            return f"{name} must have K contiguous, got strides {list(x.strides)}"
-    names = call.user_names
-    a, b = _k_major(call)
-    return tensor_maps.refusal(names[0], a) or tensor_maps.refusal(names[1], b)
-
-
-def _epilogue_refusal(call: MatmulCall) -> str | None:
-    m, n, bias, addend = call.m, call.n, call.bias, call.addend
-    if (bias is not None or addend is not None) and call.k == 0:
-        return "K must be at least 1: without products there is no kernel to add anything to them"
-    if bias is not None and (n % 2 or not bias.aligned):
-        return f"bias must start at a multiple of 16 bytes and have an even size, to be read in pairs, got {n}"
-    if addend is None or n == 0:
-        return None
-    strides = call.addend_strides
-    even = addend.aligned and n % 8 == 0 and (strides.row % 8 == 0 or m <= 1)
-    if not even or (strides.column != 1 and n > 1):
-        rule = "must be contiguous, start at multiples of 16 bytes and be of 8 values each"
-        came = f"{list(addend.shape)} with strides {list(addend.strides)}"
-        return f"rows of {call.user_names[2]} {rule}, got {came}"
+def _mn_refusal(call: MatmulCall, config: Config) -> str | None:
+    """What tiles of MN-major operands cannot be: they come in chunks of 64 rows."""
+    a, b = operands(call)
+    if a.mn_major and config.block_m % _MN_ROWS:
+        return f"block_m must be a multiple of {_MN_ROWS} where {a.name} is contiguous along M, got {config.block_m}"
+    each = config.block_n // config.halves // (1 if config.large_m else config.consumer_warpgroups)
+    if b.mn_major and each % _MN_ROWS:
+        of = "" if config.large_m else " and as many in each warpgroup"
+        return f"a tile must have a multiple of {_MN_ROWS} columns{of} where {b.name} is contiguous along N, got {config}"
     return None
 
 
 # Launches
 
 
-def _k_major(call: MatmulCall) -> tuple[Any, Any]:
-    """a as [M, K], and b as [halves · N, K]."""
-    a = call.a._replace(shape=(call.m, call.k), strides=tuple(call.a_strides))
-    b = call.b._replace(shape=(call.halves * call.n, call.k), strides=tuple(call.b_strides)[::-1])
-    return a, b
-
-
-def _args(call: MatmulCall, config: Config) -> dict[str, Any]:
-    a, b = _k_major(call)
-    args: dict[str, Any] = {
-        "a_map": tensor_maps.of_matrix(a, config.block_m),
-        "b_map": tensor_maps.of_matrix(b, config.block_n // max(config.multicast, config.halves)),
+def _maps(call: MatmulCall, config: Config, a: Operand, b: Operand) -> dict[str, Any]:
+    shared_a, shared_b = (1, config.multicast) if config.large_m else (config.multicast, 1)
+    maps: dict[str, Any] = {
+        "a_map": a.tensor_map(config.block_m, shared_a),
+        "b_map": b.tensor_map(config.block_n // config.halves, shared_b),
     }
     if config.large_m:
-        c = call.out._replace(shape=(call.m, call.n), strides=(call.n, 1))
+        c = call.out._replace(shape=(call.batch * call.m, call.n), strides=(call.n, 1))
         # Without a TMA store the kernel reads no map of c, but its parameter must be one.
-        args["c_map"] = tensor_maps.of_matrix(c, hopper_tiles.TMA_STORE_ROWS) if config.tma_store else args["a_map"]
-    return args | {"c": call.out, "m": call.m, "n": call.n, "k": call.k}
+        maps["c_map"] = tensor_maps.of_matrix(c, hopper_tiles.TMA_STORE_ROWS) if config.tma_store else maps["a_map"]
+    return maps
 
 
-def _constants(call: MatmulCall, config: Config) -> dict[str, Any]:
-    constants = {"T": call.a.dtype, "STAGES": config.stages, "SPLIT_K": config.split_k}
-    if config.large_m:
-        large_m = {"BLOCK_N": config.block_n, "GROUP_M": config.group_m, "MULTICAST": config.multicast}
-        return constants | large_m | {"TMA_STORE": config.tma_store}
-    small_m = {"WARPGROUPS": config.consumer_warpgroups, "WARPGROUP_N": config.warpgroup_n}
-    return constants | {"BLOCK_M": config.block_m} | small_m
-
-
-def _has_epilogue(call: MatmulCall) -> bool:
-    return call.act != "none" or not call.bias is call.addend is call.alpha is None
-
-
-def _epilogue_constants(call: MatmulCall) -> dict[str, Any]:
-    """What is compiled into a kernel with an epilogue."""
+def _params(call: MatmulCall, a: Operand, b: Operand) -> dict[str, Any]:
+    """The fields of GemmParams."""
+    bias, addend = (0 if x is None else x for x in (call.bias, call.addend))
+    alpha, beta = (1.0 if x is None else x for x in (call.alpha, call.beta))
+    strides = call.addend_strides
     return {
-        "ACT": call.act, "HAS_BIAS": call.bias is not None, "HAS_ADDEND": call.addend is not None,
-        "HAS_ALPHA_BETA": call.alpha is not None,
+        "c": call.out, "m": call.m, "n": call.n, "k": call.k, "batch": call.batch,
+        "a_batch": a.batches > 1, "b_batch": b.batches > 1, "bias": bias, "addend": addend,
+        "addend_row_stride": strides.row, "addend_col_stride": strides.column, "alpha": alpha, "beta": beta,
     }  # fmt: skip
 
 
-def _epilogue_args(call: MatmulCall) -> dict[str, Any]:
-    bias, addend = (0 if x is None else x for x in (call.bias, call.addend))
-    alpha, beta = (1.0 if x is None else x for x in (call.alpha, call.beta))
-    stride = call.addend_strides.row
-    return {"bias": bias, "addend": addend, "addend_stride": stride, "alpha": alpha, "beta": beta}
+def _constants(config: Config) -> dict[str, Any]:
+    constants = {
+        "STAGES": config.stages, "SPLIT_K": config.split_k, "MULTICAST": config.multicast, "HALVES": config.halves
+    }  # fmt: skip
+    if config.large_m:
+        return constants | {"BLOCK_N": config.block_n, "GROUP_M": config.group_m, "TMA_STORE": config.tma_store}
+    small_m = {"WARPGROUPS": config.consumer_warpgroups, "WARPGROUP_N": config.warpgroup_n}
+    return constants | small_m | {"BLOCK_M": config.block_m, "K_BLOCKS": config.k_blocks_per_stage}
+
+
+def _epilogue(call: MatmulCall) -> dict[str, Any]:
+    """What is compiled into a kernel of its epilogue; a gated product has none besides silu(gate) · up."""
+    gated = call.halves > 1
+    return {
+        "ACT": "none" if gated else call.act, "HAS_BIAS": call.bias is not None, "HAS_ADDEND": call.addend is not None,
+        "HAS_ALPHA_BETA": call.alpha is not None, "VECTORS": _reads_vectors(call),
+    }  # fmt: skip
+
+
+def _reads_vectors(call: MatmulCall) -> bool:
+    """Whether bias is read in pairs and addend by 16 bytes; if not, both are read element by element."""
+    m, n, bias, addend = call.m, call.n, call.bias, call.addend
+    if bias is not None and (n % 2 or not bias.aligned):
+        return False
+    if addend is None:
+        return True
+    strides = call.addend_strides
+    rows = addend.aligned and n % 8 == 0 and (strides.row % 8 == 0 or m <= 1)
+    return rows and (strides.column == 1 or n <= 1)

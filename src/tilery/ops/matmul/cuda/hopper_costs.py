@@ -1,0 +1,180 @@
+"""Which config of a product on Hopper should be the fastest: candidates, and a cost model fitted to measurements.
+
+benchmarks/fit_products.py measures configs on a GPU and writes hopper_costs.json.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from tilery.base.integers import ceil_div
+from tilery.hardware.gpu import Gpu
+from tilery.ops.matmul.cuda.hopper_tiles import (
+    ALIGNMENT,
+    MOST_STAGES,
+    SMALL_M_ROWS,
+    SPLIT_K,
+    Config,
+    blocks_at_once,
+    small_m_columns,
+)
+
+FITTED = Path(__file__).with_name("hopper_costs.json")
+
+_SMALL_M = 1024  # rows, up to which the small-M kernel takes part
+_LARGE_M = 64  # rows, from which the large-M kernel takes part
+_MANY = 1024  # rows, from which blocks of the large-M kernel multicast b and none splits K
+_LEAST_K_BLOCKS = 8  # of a split: 512 values of 16 bits
+_MULTICASTS = (1, 2, 4)
+_GROUPS = (4, 8, 16)
+_TUNED = 32  # configs that a tuner tries
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Coefficients of the cost model, in ns unless said otherwise."""
+
+    launch: float  # of the kernel, with its first loads
+    line: float  # to load 128 bytes into an SM from the L2
+    mma: float  # to multiply 64 rows by one column over a k-block
+    step: float  # of a k-block besides
+    tile: float  # of a tile besides its k-blocks
+    store: float  # of 1000 values of c that a block stores while it multiplies nothing
+    memory: float  # bytes a ns from memory
+    reduce: float  # of split-K, for each block that sends its partial sums
+    exchange: float  # of 1000 partial sums that a block receives
+    swapped: float = 1.0  # factor of mma in the small-M kernel
+    multicast: float = 0.0  # of a k-block in a cluster, whose blocks wait for each other
+
+
+@functools.cache
+def fitted(kind: str) -> Costs:
+    """The coefficients for products of 16-bit values ("16-bit") or of fp8 with scales ("fp8")."""
+    return Costs(**json.loads(FITTED.read_text(encoding="utf-8"))["costs"][kind])
+
+
+C = TypeVar("C", bound=Config)
+
+
+@dataclass(frozen=True)
+class Problem(Generic[C]):
+    """A product, and what configs for it may be."""
+
+    config: type[C]
+    costs: Costs
+    card: Gpu
+    m: int
+    n: int  # columns of b
+    k_blocks: int  # of 128 bytes
+    columns: tuple[int, ...]  # that a large-M tile may have
+    taken: Callable[[C], bool]  # whether the kernel takes a config for this call
+    batch: int = 1
+    itemsize: int = 2  # of c
+    large_m_split_k: tuple[int, ...] = (1,)
+    large_m_multicasts: tuple[int, ...] = (1,)
+    small_m_multicasts: tuple[int, ...] = (1,)
+    group_m: int = 8  # of large-M tiles that are not multicast
+
+    def ranked(self) -> list[C]:
+        """All configs that the kernel takes, the one that should take the least time first."""
+        found = (c for c in (*self._small_m(), *self._large_m()) if c.stages > 1 and self.taken(c))
+        return sorted(found, key=lambda c: (self.expected_us(c), c.block_m * c.block_n))
+
+    def candidates(self) -> list[C]:
+        """What a tuner tries: the best by the model, with other groups of tiles and other ways to store."""
+        best = self.ranked()[: _TUNED // 2]
+        found = dict.fromkeys(best)
+        for config in best:
+            if config.large_m and self.m > 128 * _GROUPS[0]:
+                found |= dict.fromkeys(replace(config, group_m=group) for group in _GROUPS)
+        found |= dict.fromkeys(replace(c, stages=c.stages // 2) for c in best[:4] if not c.large_m and c.stages > 3)
+        return [c for c in found if self.taken(c)][:_TUNED]
+
+    def expected_us(self, config: C) -> float:
+        """The time that a config should take with operands in memory, on the GPU that the costs were fitted on."""
+        costs, split, each = self.costs, config.split_k, config.block_n // config.halves
+        at_once = blocks_at_once(config.cluster, self.card.sms)
+        waves = ceil_div(config.blocks(self.m, self.n, self.batch), at_once)
+        shared_a, shared_b = (1, config.multicast) if config.large_m else (config.multicast, 1)
+        lines = config.block_m / shared_a + config.block_n / shared_b
+        if config.large_m:
+            mma = 2 * config.block_n * costs.mma
+        else:
+            mma = config.consumer_warpgroups * config.halves * max(config.block_m, 32) * costs.mma * costs.swapped
+        step = _longer(lines * costs.line, mma) + costs.step + costs.multicast * (config.multicast > 1)
+        stored = config.block_m * each / 1000 * costs.store
+        if config.large_m and config.tma_store and waves > 1:
+            stored /= waves  # all but the last under the next tile
+        busy = waves * (ceil_div(self.k_blocks, split) * step + costs.tile + stored)
+        nbytes = self.batch * (128 * self.k_blocks * (self.m + self.n) + self.m * self.n // config.halves * self.itemsize)
+        exchanged = config.block_m * config.block_n * (split - 1) / split / 1000
+        reduced = costs.reduce * (split - 1) + costs.exchange * exchanged
+        return (costs.launch + _longer(busy, nbytes / costs.memory) + reduced) / 1000
+
+    def _small_m(self) -> Iterator[C]:
+        if self.m > _SMALL_M:
+            return
+        halves = self.config.halves
+        columns = [n for n in small_m_columns(halves) if n < self.n + 64 * halves]
+        for rows in self._row_counts():
+            for width in columns:
+                for split in SPLIT_K if halves == 1 else (1,):
+                    if split == 1:
+                        for multicast in self.small_m_multicasts:
+                            if multicast == 1 or rows % (8 * multicast) == 0:
+                                more = {"multicast": multicast} if multicast > 1 else {}
+                                yield self._with_stages(self._small(rows, width, **more))
+                    elif split * _LEAST_K_BLOCKS <= self.k_blocks:
+                        config = self._with_stages(self._small(rows, width, split_k=split), 2 if split > 2 else 1)
+                        if self._runs_at_once(config):
+                            yield config
+
+    def _small(self, rows: int, width: int, **more: Any) -> C:
+        return self.config("small_m", rows, width, 1, **more)
+
+    def _row_counts(self) -> list[int]:
+        """Rows of small-M tiles that divide m evenly, or with few to spare."""
+        m, most = max(self.m, 1), SMALL_M_ROWS[-1]
+        least = ceil_div(m, most)
+        multiples = 8, 16, 64  # of 16 rows, for multicast; of 64, for MN-major
+        each = (ceil_div(ceil_div(m, tiles), by) * by for tiles in range(least, least + 3) for by in multiples)
+        return sorted({rows for rows in each if rows <= most})
+
+    def _large_m(self) -> Iterator[C]:
+        if self.m <= _LARGE_M:
+            return
+        for width in self.columns:
+            for split in self.large_m_split_k if self.m <= _MANY else (1,):
+                for multicast in self.large_m_multicasts if split == 1 and self.m > 128 else (1,):
+                    for tma_store in (True, False) if split == 1 and width // self.config.halves % 64 == 0 else (False,):
+                        group = 4 if multicast > 1 else self.group_m
+                        more = {"split_k": split, "group_m": group, "tma_store": tma_store}
+                        if multicast > 1:
+                            more["multicast"] = multicast
+                        config = self._with_stages(self.config("large_m", 128, width, 1, **more))
+                        if split == 1 or (split * _LEAST_K_BLOCKS <= self.k_blocks and self._runs_at_once(config)):
+                            yield config
+
+    def _with_stages(self, config: C, per_sm: int = 1) -> C:
+        """With as many stages as so many blocks on an SM leave room for."""
+        room = self.card.shared_per_block // per_sm - self.card.reserved_shared - ALIGNMENT
+        room -= config.bytes_after_stages + config.overread_bytes
+        return replace(config, stages=min(room // config.stage_bytes, MOST_STAGES))
+
+    def _runs_at_once(self, config: C) -> bool:
+        """Whether blocks that split K, which have one tile each, all run at once."""
+        return config.blocks(self.m, self.n, self.batch) <= blocks_at_once(config.split_k, self.card.sms)
+
+
+def _longer(a: float, b: float) -> float:
+    """The longer of two times that overlap, and a little more where they are alike."""
+    return float((a**4 + b**4) ** 0.25)
+
+
+def names() -> tuple[str, ...]:
+    """The coefficients, in order."""
+    return tuple(field.name for field in dataclasses.fields(Costs))
