@@ -45,7 +45,7 @@ def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
     resolved = resolver(tuple(arguments), _of_tensor)
     blocks = launch.grid
     if isinstance(blocks, Persistent):
-        blocks = min(blocks.most, kernel.resident() // launch.cluster * launch.cluster)
+        blocks = min(blocks.most, kernel.resident())
     assert isinstance(blocks, int), "a grid of CUDA kernels here is one number"
     return lambda values: kernel.launch(blocks, *resolved(values))
 
@@ -136,13 +136,19 @@ class Kernel:
             _raise(status, f"launching {self.name} with {blocks} blocks of {self.threads} threads")
 
     def resident(self) -> int:
-        """Blocks that run at once on the current device."""
+        """Blocks that run at once on the current device, in whole clusters."""
         index = torch._C._cuda_getDevice()
         if index not in self._resident:
             function = self._functions.get(index) or self._load(index)
-            asked = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, self.threads, self.shared)
-            each = _result(asked, f"asking how many blocks of {self.name} an SM runs")
-            self._resident[index] = each * torch.cuda.get_device_properties(index).multi_processor_count
+            if self.cluster > 1:  # some SMs of a GPC may fill no cluster
+                how = self._configured(index)
+                how.gridDimX = self.cluster
+                asked = driver.cuOccupancyMaxActiveClusters(function, how)
+                self._resident[index] = self.cluster * _result(asked, f"asking how many clusters of {self.name} run")
+            else:
+                asked = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, self.threads, self.shared)
+                each = _result(asked, f"asking how many blocks of {self.name} an SM runs")
+                self._resident[index] = each * torch.cuda.get_device_properties(index).multi_processor_count
         return self._resident[index]
 
     def _submit(self, function: Any, index: int, blocks: int, stream: int, values: tuple[Any, ...]) -> Any:

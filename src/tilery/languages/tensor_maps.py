@@ -28,8 +28,10 @@ _FLOATS = {
 }
 _PLAIN = driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
 _SWIZZLE = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
-# With 256 bytes, boxes that lie side by side would each bring both: 2 to 7 % more from memory.
+# With 256 bytes, boxes that lie side by side would each bring both: 2 to 7 % more from memory where they are not loaded
+# together.
 _PROMOTION = driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+_WIDE_PROMOTION = driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 _ZEROS = driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
 _NANS = driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
 
@@ -81,11 +83,13 @@ class TensorMapOf:
     strides: tuple[int, ...]  # in values, of all dimensions but the columns
     box: tuple[int, ...]  # how much of each dimension but the columns, 1 of those that are not given
     nan: torch.dtype | None = None  # fill with NaN of this dtype, not zeros, what is outside
+    side_by_side: bool = False  # boxes that lie side by side are loaded together
 
     def bound(self, values: Values) -> TensorMap:
         return heads_at(
-            self.x.address(values), self.x.dtype.itemsize, self.sizes, self.strides, *self.box, nan=self.nan
-        )
+            self.x.address(values), self.x.dtype.itemsize, self.sizes, self.strides, *self.box, nan=self.nan,
+            side_by_side=self.side_by_side,
+        )  # fmt: skip
 
 
 def of_matrix(x: Argument, box_rows: int) -> TensorMapOf:
@@ -96,7 +100,7 @@ def of_matrix(x: Argument, box_rows: int) -> TensorMapOf:
 
 def heads_at(
     address: int, itemsize: int, sizes: tuple[int, ...], strides: tuple[int, ...], *box: int,
-    nan: torch.dtype | None = None,
+    nan: torch.dtype | None = None, side_by_side: bool = False,
 ) -> TensorMap:  # fmt: skip
     """A map of values of `itemsize` bytes from `address` on. What is outside reads as zeros, or as NaN of dtype `nan`.
 
@@ -104,13 +108,14 @@ def heads_at(
     """
     one = -(-sizes[0] * itemsize // 16) * 16 // itemsize  # along a single one any step of 16 bytes will do
     steps = tuple(stride if size > 1 else one for size, stride in zip(sizes[1:], strides))
-    return _made(address, sizes, steps, box, itemsize, *([nan] if nan else []))
+    more = ([nan] if nan else []) if not side_by_side else [nan, True]
+    return _made(address, sizes, steps, box, itemsize, *more)
 
 
 @functools.lru_cache(maxsize=_KEPT)
 def _made(
     address: int, sizes: tuple[int, ...], steps: tuple[int, ...], boxed: tuple[int, ...], itemsize: int,
-    nan: torch.dtype | None = None,
+    nan: torch.dtype | None = None, side_by_side: bool = False,
 ) -> TensorMap:  # fmt: skip
     assert all(0 < size <= _MOST_ROWS for size in boxed) and all(sizes) and address % 16 == 0
     assert all(step * itemsize % 16 == 0 for step in steps)
@@ -119,7 +124,7 @@ def _made(
     box = (ctypes.c_uint32 * rank)(SWIZZLE_BYTES // itemsize, *boxed, *[1] * (rank - 1 - len(boxed)))
     apart = (ctypes.c_uint32 * rank)(*[1] * rank)
     kind, outside = (_KINDS[itemsize], _ZEROS) if nan is None else (_FLOATS[nan], _NANS)
-    how = int(_PLAIN), int(_SWIZZLE), int(_PROMOTION), int(outside)
+    how = int(_PLAIN), int(_SWIZZLE), int(_WIDE_PROMOTION if side_by_side else _PROMOTION), int(outside)
     status = _encode()(made.address, int(kind), rank, address, lengths, strides, box, apart, *how)
     if status:
         what = f"{list(sizes[::-1])} of {itemsize} bytes with strides {list(steps[::-1])} at {address:#x}"

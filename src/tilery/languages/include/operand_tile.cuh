@@ -8,7 +8,7 @@
 // [K, rows], and the tile has chunks of K_PER_BLOCK rows along K, each with 64 of the operand's rows side by side. Chunks
 // begin STEP rows of the operand apart.
 //
-// MULTICAST blocks of a cluster need the same tile: each loads a part and multicasts it to all.
+// MULTICAST blocks of a cluster need the same tile: each loads its part and multicasts it to those in `mask`.
 template <bool MN_MAJOR, int ROWS, int MULTICAST = 1, int STEP = 64>
 struct OperandTile {
     static constexpr int K_PER_BLOCK = 64, CHUNKS = (ROWS + STEP - 1) / STEP, CHUNK_BYTES = K_PER_BLOCK * SWIZZLE_BYTES;
@@ -17,16 +17,16 @@ struct OperandTile {
     static constexpr int K_STEP = MN_MAJOR ? 16 * SWIZZLE_BYTES >> 4 : 32 >> 4;  // of the descriptor, for each wgmma
     static_assert(PART * SWIZZLE_BYTES % SWIZZLE_ATOM == 0, "parts start at multiples of the swizzle atom");
 
-    static __device__ void load(u64 policy, Mbarrier& barrier, unsigned char* to, const TensorMap& map, int k, int row,
-                                int batch) {
-        const int skip = MULTICAST > 1 ? Cluster<MULTICAST>::rank() * PART : 0;
+    static __device__ void load(u64 policy, int part, unsigned mask, Mbarrier& barrier, unsigned char* to,
+                                const TensorMap& map, int k, int row, int batch) {
+        const int skip = MULTICAST > 1 ? part * PART : 0;
         if constexpr (MN_MAJOR) {
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c)
-                tma_load_3d<MULTICAST>(policy, barrier, to + c * CHUNK_BYTES + skip * SWIZZLE_BYTES, map, row + c * STEP,
-                                       k + skip, batch);
+                tma_load_3d<(MULTICAST > 1)>(policy, mask, barrier, to + c * CHUNK_BYTES + skip * SWIZZLE_BYTES, map,
+                                             row + c * STEP, k + skip, batch);
         } else {
-            tma_load_3d<MULTICAST>(policy, barrier, to + skip * SWIZZLE_BYTES, map, k, row + skip, batch);
+            tma_load_3d<(MULTICAST > 1)>(policy, mask, barrier, to + skip * SWIZZLE_BYTES, map, k, row + skip, batch);
         }
     }
     // From `row` of the tile on: a multiple of 8, or of STEP if the tile is MN-major.

@@ -1,5 +1,6 @@
 // The pipeline between TMA and wgmma: stages of tiles in shared memory with full and empty barriers. For sm_90a.
 #pragma once
+#include "tile_scheduler.cuh"
 #include "tma.cuh"
 
 // STAGES stages of STAGE_BYTES bytes of tiles, and SCALES floats beside them: the quantisation scales of an fp8 stage,
@@ -7,10 +8,11 @@
 // both. Each role keeps its own copy of this struct, whose `stage` and `phase` say where it is.
 //
 // full[s] completes when the tiles (and scales) have arrived; empty[s] when all consumer warps have released the stage.
-// With MULTICAST > 1 that many blocks of a cluster load tiles for each other, and a stage is empty when the consumers
-// of all of them have released it.
-template <int STAGES, int STAGE_BYTES, int SCALES = 0, int MULTICAST = 1>
+// In a cluster of DOWN × ACROSS blocks, those one above the other load b for each other and those side by side a. A
+// stage is empty when the consumers of all blocks that this one loads for have released it.
+template <int STAGES, int STAGE_BYTES, int SCALES = 0, int DOWN = 1, int ACROSS = 1>
 struct TilePipeline {
+    static constexpr int PARTNERS = DOWN + ACROSS - 1;  // blocks that this one loads for, and is loaded for by
     static_assert(STAGE_BYTES % SWIZZLE_ATOM == 0, "tiles start at multiples of the swizzle atom");
     static_assert(SCALES % 4 == 0, "scales are read by 16 bytes");
     unsigned char* tiles;
@@ -29,7 +31,7 @@ struct TilePipeline {
     }
     // One thread calls this before the block (or the cluster) syncs.
     __device__ void init(int consumer_warps) {
-        for (int s = 0; s < STAGES; ++s) full[s].init(SCALES ? 1 + 32 : 1), empty[s].init(consumer_warps * MULTICAST);
+        for (int s = 0; s < STAGES; ++s) full[s].init(SCALES ? 1 + 32 : 1), empty[s].init(consumer_warps * PARTNERS);
         fence_mbarrier_init();
     }
     __device__ unsigned char* after_tiles() const { return tiles + STAGES * STAGE_BYTES; }
@@ -60,10 +62,10 @@ struct TilePipeline {
     __device__ void consumer_release() {
         const int lane = threadIdx.x % 32;
         __syncwarp();  // all lanes have read their scales
-        if constexpr (MULTICAST == 1) {
+        if constexpr (PARTNERS == 1) {
             if (lane == 0) empty[stage].arrive();
-        } else if (lane < MULTICAST) {
-            empty[stage].arrive_remote(lane);
+        } else if (lane < PARTNERS) {
+            empty[stage].arrive_remote(ClusterTiles<DOWN, ACROSS>().partner(lane));
         }
     }
     __device__ void advance() {

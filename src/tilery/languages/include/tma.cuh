@@ -19,11 +19,12 @@ __device__ inline void tma_load_2d(Mbarrier& barrier, void* to, const TensorMap&
                  "[%0], [%1, {%3, %4}], [%2];" ::"r"(smem_address(to)), "l"(&map),
                  "r"(smem_address(&barrier.state)), "r"(column), "r"(row) : "memory");
 }
-// The same of a tensor with three dimensions, with an L2 policy. With MULTICAST > 1 the box goes to every block of the
-// cluster, as in tma_load_2d_multicast.
-template <int MULTICAST>
-__device__ void tma_load_3d(u64 policy, Mbarrier& barrier, void* to, const TensorMap& map, int c0, int c1, int c2) {
-    if constexpr (MULTICAST == 1)
+// The same of a tensor with three dimensions, with an L2 policy. With MULTICAST the box goes to every block that has a bit
+// in `mask`, as in tma_load_2d_multicast.
+template <bool MULTICAST>
+__device__ void tma_load_3d(u64 policy, unsigned mask, Mbarrier& barrier, void* to, const TensorMap& map, int c0, int c1,
+                            int c2) {
+    if constexpr (!MULTICAST)
         asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
                      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(smem_address(to)), "l"(&map),
                      "r"(smem_address(&barrier.state)), "r"(c0), "r"(c1), "r"(c2), "l"(policy) : "memory");
@@ -31,7 +32,7 @@ __device__ void tma_load_3d(u64 policy, Mbarrier& barrier, void* to, const Tenso
         asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
                      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6, %7;"
                      ::"r"(smem_address(to)), "l"(&map), "r"(smem_address(&barrier.state)), "r"(c0), "r"(c1), "r"(c2),
-                       "h"(static_cast<unsigned short>((1 << MULTICAST) - 1)), "l"(policy) : "memory");
+                       "h"(static_cast<unsigned short>(mask)), "l"(policy) : "memory");
 }
 // The same of a tensor with four dimensions.
 __device__ inline void tma_load_4d(Mbarrier& barrier, void* to, const TensorMap& map, int c0, int c1, int c2, int c3) {

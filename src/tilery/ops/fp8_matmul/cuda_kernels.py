@@ -92,7 +92,7 @@ class Fp8Matmul(Kernel):
         args |= {"c": c, "m": call.m, "n": call.n, "k": call.k}
         source = Source(_SOURCE, "fp8_matmul" if config.large_m else "fp8_matmul_small_m")
         types = {"TA": dtype_name(a.dtype), "TB": dtype_name(b.dtype), "T": c.dtype}
-        options, grid = {"threads": config.threads, "shared": config.shared}, config.grid(call.m, call.n, gpu(call.a.device).sms)
+        options, grid = {"threads": config.threads, "shared": config.shared}, config.grid(call.m, call.n)
         constants = types | _constants(config)
         return [Launch(source, grid, args, constants, options, cluster=config.cluster, pdl=True)]
 

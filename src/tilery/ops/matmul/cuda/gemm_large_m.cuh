@@ -6,33 +6,36 @@
 // consumer always leaves one batch of wgmmas in flight while it waits for the next stage.
 //
 // A_MN, B_MN: a and b are MN-major.
-// MULTICAST: blocks of a cluster whose tiles lie one above the other; each loads a part of their tile of b for all.
+// DOWN, ACROSS: rows and columns of tiles that a cluster has. Blocks one above the other load parts of b for each other,
+// those side by side parts of a.
 // SPLIT_K: blocks of a cluster that split K of one tile; each reduces and stores some of its columns.
 // TMA_STORE: c goes through shared memory and is stored by TMA while the next tile is multiplied.
 // HALVES = 2: b is n rows of gate and then n rows of up; c [m, n] is silu(gate) · up.
-template <typename T, bool A_MN, bool B_MN, int BLOCK_N, int STAGES, int GROUP_M, int MULTICAST, int SPLIT_K,
+template <typename T, bool A_MN, bool B_MN, int BLOCK_N, int STAGES, int GROUP_M, int DOWN, int ACROSS, int SPLIT_K,
           bool TMA_STORE, int HALVES, typename Epilogue>
 __device__ __forceinline__ void gemm_large_m(const TensorMap& a_map, const TensorMap& b_map, const TensorMap& c_map,
                                              const GemmParams<T>& p, const Epilogue& epilogue) {
     using In = typename WgmmaType<T>::type;
+    constexpr int COLUMNS_APART = 16;  // k-blocks that the columns of tiles are apart at most, so that the L2 holds them
     constexpr int BLOCK_M = 128, OUT_N = BLOCK_N / HALVES;  // OUT_N: columns of c in a tile
-    using A = OperandTile<A_MN, BLOCK_M>;
-    using B = OperandTile<B_MN, OUT_N, MULTICAST>;  // of each half
+    using A = OperandTile<A_MN, BLOCK_M, ACROSS>;
+    using B = OperandTile<B_MN, OUT_N, DOWN>;  // of each half
     static_assert(!B_MN || OUT_N % 64 == 0, "an MN-major tile of b has whole chunks");
     constexpr int STAGE_BYTES = A::BYTES + HALVES * B::BYTES;
     using SplitK = LargeMSplitK<OUT_N, SPLIT_K>;
     static_assert(SPLIT_K == 1 || HALVES == 1, "gate and up of a column are in one block");
-    static_assert(SPLIT_K == 1 || (MULTICAST == 1 && !TMA_STORE && SplitK::BYTES <= STAGES * STAGE_BYTES),
+    static_assert(SPLIT_K == 1 || (DOWN * ACROSS == 1 && !TMA_STORE && SplitK::BYTES <= STAGES * STAGE_BYTES),
                   "partial sums are received in the memory of the stages");
     extern __shared__ __align__(1024) unsigned char smem[];
     __shared__ Mbarrier received;
-    using cluster = Cluster<MULTICAST * SPLIT_K>;
-    TilePipeline<STAGES, STAGE_BYTES, 0, MULTICAST> pipeline(smem, TMA_STORE ? BLOCK_M * OUT_N * sizeof(T) : 0);
+    constexpr int CLUSTER = DOWN * ACROSS * SPLIT_K;
+    using cluster = Cluster<CLUSTER>;
+    TilePipeline<STAGES, STAGE_BYTES, 0, DOWN, ACROSS> pipeline(smem, TMA_STORE ? BLOCK_M * OUT_N * sizeof(T) : 0);
     if (threadIdx.x == 0) {
         if constexpr (SPLIT_K > 1) SplitK::init(received, cluster::rank());
         pipeline.init(8), prefetch_tensor_map(a_map), prefetch_tensor_map(b_map);
     }
-    if constexpr (MULTICAST * SPLIT_K > 1) cluster::sync();
+    if constexpr (CLUSTER > 1) cluster::sync();
     else __syncthreads();
     pdl_wait();
     pdl_launch_dependents();
@@ -41,14 +44,16 @@ __device__ __forceinline__ void gemm_large_m(const TensorMap& a_map, const Tenso
     const int lane = threadIdx.x % 32, rank = cluster::rank(), all_k_blocks = (p.k + A::K_PER_BLOCK - 1) / A::K_PER_BLOCK;
     const int k_begin = SPLIT_K == 1 ? 0 : all_k_blocks * rank / SPLIT_K;
     const int k_blocks = SPLIT_K == 1 ? all_k_blocks : all_k_blocks * (rank + 1) / SPLIT_K - k_begin;
-    const int first_tile = blockIdx.x / (MULTICAST * SPLIT_K), tile_stride = gridDim.x / (MULTICAST * SPLIT_K);
-    const int tiles_m = (p.m + BLOCK_M * MULTICAST - 1) / (BLOCK_M * MULTICAST), tiles_n = (p.n + OUT_N - 1) / OUT_N;
+    const ClusterTiles<DOWN, ACROSS> at;
+    const int first_tile = blockIdx.x / CLUSTER, tile_stride = gridDim.x / CLUSTER;
+    const int tiles_m = (p.m + BLOCK_M * DOWN - 1) / (BLOCK_M * DOWN);
+    const int tiles_n = (p.n + OUT_N * ACROSS - 1) / (OUT_N * ACROSS);
     const int tiles_of_one = tiles_m * tiles_n, tiles = tiles_of_one * p.batch;
     const auto locate = [&](int t, int& batch, int& row0, int& col0) {
         int i, j;
         batch = t / tiles_of_one;
         tile_coordinates<GROUP_M>(t % tiles_of_one, tiles_m, tiles_n, i, j);
-        row0 = (i * MULTICAST + (MULTICAST > 1 ? rank : 0)) * BLOCK_M, col0 = j * OUT_N;
+        row0 = (i * DOWN + at.row) * BLOCK_M, col0 = (j * ACROSS + at.column) * OUT_N;
     };
     int batch, row0, col0;
     if (warpgroup == 2) {
@@ -57,14 +62,15 @@ __device__ __forceinline__ void gemm_large_m(const TensorMap& a_map, const Tenso
             const u64 policy = evict_normal_policy();
             for (int t = first_tile; t < tiles; t += tile_stride) {
                 locate(t, batch, row0, col0);
+                const KOrder order(col0 / (OUT_N * ACROSS), k_blocks, COLUMNS_APART);
                 for (int kb = 0; kb < k_blocks; ++kb, pipeline.advance()) {
                     Mbarrier& full = pipeline.producer_acquire();
-                    const int k0 = (k_begin + kb) * A::K_PER_BLOCK;
-                    A::load(policy, full, pipeline.tile(), a_map, k0, row0, batch * p.a_batch);
+                    const int k0 = (k_begin + order(kb)) * A::K_PER_BLOCK;
+                    A::load(policy, at.column, at.a_mask(), full, pipeline.tile(), a_map, k0, row0, batch * p.a_batch);
 #pragma unroll
                     for (int h = 0; h < HALVES; ++h)
-                        B::load(policy, full, pipeline.tile() + A::BYTES + h * B::BYTES, b_map, k0, col0 + h * p.n,
-                                batch * p.b_batch);
+                        B::load(policy, at.row, at.b_mask(), full, pipeline.tile() + A::BYTES + h * B::BYTES, b_map, k0,
+                                col0 + h * p.n, batch * p.b_batch);
                 }
             }
         }
@@ -120,5 +126,5 @@ __device__ __forceinline__ void gemm_large_m(const TensorMap& a_map, const Tenso
         if (TMA_STORE && threadIdx.x % 128 == 0) tma_store_wait_read();
     }
     __syncwarp();
-    if constexpr (MULTICAST > 1) cluster::sync();  // another block may still multicast to this one
+    if constexpr (DOWN * ACROSS > 1) cluster::sync();  // another block may still multicast to this one
 }

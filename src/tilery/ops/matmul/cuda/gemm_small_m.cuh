@@ -7,17 +7,17 @@
 // has K_BLOCKS k-blocks.
 //
 // A_MN, B_MN: a and b are MN-major.
-// MULTICAST: blocks of a cluster whose tiles lie side by side; each loads a part of their tile of a for all.
+// DOWN, ACROSS: rows and columns of tiles that a cluster has, as in the large-M product.
 // SPLIT_K: blocks of a cluster that split K of one tile.
 // HALVES as in the large-M product: a warpgroup has WARPGROUP_N rows of gate and as many of up.
 template <typename T, bool A_MN, bool B_MN, int BLOCK_M, int WARPGROUPS, int WARPGROUP_N, int STAGES, int K_BLOCKS,
-          int MULTICAST, int SPLIT_K, int HALVES, typename Epilogue>
+          int DOWN, int ACROSS, int SPLIT_K, int HALVES, typename Epilogue>
 __device__ __forceinline__ void gemm_small_m(const TensorMap& a_map, const TensorMap& b_map, const GemmParams<T>& p,
                                              const Epilogue& epilogue) {
     using In = typename WgmmaType<T>::type;
     constexpr int BLOCK_N = WARPGROUPS * WARPGROUP_N, THREADS = WARPGROUPS * 128 + 32;
-    using A = OperandTile<A_MN, BLOCK_M, MULTICAST>;
-    using B = OperandTile<B_MN, BLOCK_N, 1, WARPGROUP_N>;  // of each half; MN-major a chunk a warpgroup
+    using A = OperandTile<A_MN, BLOCK_M, ACROSS>;
+    using B = OperandTile<B_MN, BLOCK_N, DOWN, WARPGROUP_N>;  // of each half; MN-major a chunk a warpgroup
     constexpr int B_BYTES = HALVES * B::BYTES, K_BLOCK_BYTES = B_BYTES + A::BYTES, STAGE_BYTES = K_BLOCKS * K_BLOCK_BYTES;
     constexpr int STAGE_K = K_BLOCKS * A::K_PER_BLOCK;
     using SplitK = SmallMSplitK<T, BLOCK_M, WARPGROUPS, WARPGROUP_N, SPLIT_K, THREADS>;
@@ -25,9 +25,9 @@ __device__ __forceinline__ void gemm_small_m(const TensorMap& a_map, const Tenso
     static_assert(SPLIT_K == 1 || HALVES == 1, "gate and up of a column are in one block");
     extern __shared__ __align__(1024) unsigned char smem[];
     __shared__ Mbarrier received;
-    TilePipeline<STAGES, STAGE_BYTES, 0, MULTICAST> pipeline(smem, SplitK::RECEIVED_BYTES);
+    TilePipeline<STAGES, STAGE_BYTES, 0, DOWN, ACROSS> pipeline(smem, SplitK::RECEIVED_BYTES);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x % 32;
-    const SmallMScheduler<BLOCK_M, BLOCK_N, SPLIT_K, MULTICAST> scheduler(
+    const SmallMScheduler<BLOCK_M, BLOCK_N, SPLIT_K, DOWN, ACROSS> scheduler(
         p.m, p.n, (p.k + STAGE_K - 1) / STAGE_K, p.batch);  // zeros beyond K
     if (threadIdx.x == WARPGROUPS * 128) {
         pipeline.init(WARPGROUPS * 4);
@@ -35,13 +35,14 @@ __device__ __forceinline__ void gemm_small_m(const TensorMap& a_map, const Tenso
         prefetch_tensor_map(a_map), prefetch_tensor_map(b_map);
     }
     __syncwarp();
-    if constexpr (MULTICAST > 1) Cluster<MULTICAST>::sync();  // all barriers are there before another block's tiles arrive
+    if constexpr (DOWN * ACROSS > 1) Cluster<DOWN * ACROSS>::sync();  // all barriers are there before another block's tiles arrive
     Cluster<SPLIT_K>::begin(true);
     __syncthreads();
     float acc[HALVES][SplitK::COUNT];
     if (warp == WARPGROUPS * 4) {
         if (lane == 0) {
             const u64 normal = evict_normal_policy(), b_policy = scheduler.tiles_m == 1 ? evict_first_policy() : normal;
+            const auto at = scheduler.at;
             for (int t = scheduler.first_tile; t < scheduler.tiles; t += scheduler.tile_stride)
                 scheduler.for_each_k_block(t, [&](int kb) {
                     Mbarrier& full = pipeline.producer_acquire();
@@ -52,9 +53,9 @@ __device__ __forceinline__ void gemm_small_m(const TensorMap& a_map, const Tenso
                         const int k0 = (kb * K_BLOCKS + d) * A::K_PER_BLOCK;
 #pragma unroll
                         for (int h = 0; h < HALVES; ++h)
-                            B::load(b_policy, full, to + h * B::BYTES, b_map, k0, scheduler.column(t) + h * p.n,
+                            B::load(b_policy, at.row, at.b_mask(), full, to + h * B::BYTES, b_map, k0, scheduler.column(t) + h * p.n,
                                     batch * p.b_batch);
-                        A::load(normal, full, to + B_BYTES, a_map, k0, scheduler.row(t), batch * p.a_batch);
+                        A::load(normal, at.column, at.a_mask(), full, to + B_BYTES, a_map, k0, scheduler.row(t), batch * p.a_batch);
                     }
                     pipeline.advance();
                 });
@@ -110,5 +111,5 @@ __device__ __forceinline__ void gemm_small_m(const TensorMap& a_map, const Tenso
                                  [&](float(&four)[4], int row, int col) { epilogue.apply_four(four, row, col); });
     }
     __syncwarp();
-    if constexpr (MULTICAST > 1) Cluster<MULTICAST>::sync();  // another block may still multicast to this one
+    if constexpr (DOWN * ACROSS > 1) Cluster<DOWN * ACROSS>::sync();  // another block may still multicast to this one
 }

@@ -25,13 +25,15 @@ from tilery.ops.matmul.cuda.operands import Operand, copy_launch, operands
 _SOURCE = Path(__file__).with_name("hopper.cu")
 _COLUMNS = (32, 48, 64, 96, 128, 160, 192, 224, 256)  # of large-M tiles
 _SPLIT_K = (1, 2, 3, 4)
+_MULTICASTS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))  # of a and of b
 _MN_ROWS = 64  # of an MN-major operand in a tile are a multiple of this
 _STAGED_ROWS = 160  # rows of both tiles, up to which a stage of the small-M kernel has two k-blocks
 
 
 @dataclass(frozen=True)
 class Config(hopper_tiles.Config):
-    multicast: int = 1  # blocks of a cluster that load parts of b (small-M: of a) for all of them
+    multicast_a: int = 1  # blocks of a cluster with tiles side by side, each of which loads a part of a for all
+    multicast_b: int = 1  # those with tiles one above the other, each of which loads a part of b for all
 
     @property
     def k_blocks_per_stage(self) -> int:  # type: ignore[override]
@@ -51,12 +53,13 @@ class HopperGemm(Kernel):
     @property
     def choices(self) -> hopper_tiles.Choices:
         """What there are kernels for."""
-        large_m = {"block_m": (128,), "block_n": _COLUMNS, "split_k": _SPLIT_K, "multicast": (1, 2)}
+        large_m = {"block_m": (128,), "block_n": _COLUMNS, "split_k": _SPLIT_K}
         columns = hopper_tiles.small_m_columns(self.Config.halves)
         small_m = {"block_m": hopper_tiles.SMALL_M_ROWS, "block_n": columns, "split_k": hopper_tiles.SPLIT_K}
         if self.gated:
             large_m["split_k"] = small_m["split_k"] = (1,)
-        return {"large_m": large_m, "small_m": small_m | {"multicast": (1, 2, 4)}}
+        both = {"multicast_a": (1, 2, 4), "multicast_b": (1, 2, 4)}
+        return {"large_m": large_m | both, "small_m": small_m | both}
 
     def refusal(self, call: MatmulCall, config: Config | None = None) -> str | None:
         if call.a.dtype not in (torch.float16, torch.bfloat16):
@@ -86,7 +89,7 @@ class HopperGemm(Kernel):
         return Problem(
             self.Config, hopper_costs.fitted("16-bit"), gpu(call.a.device), call.m, call.halves * call.n,
             -(-call.k // 64), _COLUMNS, lambda config: self.refusal(call, config) is None, call.batch,
-            large_m_split_k=(1,) if self.gated else _SPLIT_K, large_m_multicasts=(1, 2), small_m_multicasts=(1, 2, 4),
+            large_m_split_k=(1,) if self.gated else _SPLIT_K, multicasts=_MULTICASTS,
         )  # fmt: skip
 
     def estimate(self, call: MatmulCall, config: Config) -> Work:
@@ -106,7 +109,7 @@ class HopperGemm(Kernel):
         name = "hopper_gemm" if config.large_m else "hopper_gemm_small_m"
         constants = {"T": call.a.dtype, "A_MN": a.mn_major, "B_MN": b.mn_major} | _constants(config) | _epilogue(call)
         options = {"threads": config.threads, "shared": config.shared}
-        grid = config.grid(call.m, call.halves * call.n, gpu(call.a.device).sms, call.batch)
+        grid = config.grid(call.m, call.halves * call.n, call.batch)
         product = Launch(Source(_SOURCE, name), grid, args, constants, options, cluster=config.cluster, pdl=True)
         return [*launches, product]
 
@@ -137,10 +140,9 @@ def _mn_refusal(call: MatmulCall, config: Config) -> str | None:
 
 
 def _maps(call: MatmulCall, config: Config, a: Operand, b: Operand) -> dict[str, Any]:
-    shared_a, shared_b = (1, config.multicast) if config.large_m else (config.multicast, 1)
     maps: dict[str, Any] = {
-        "a_map": a.tensor_map(config.block_m, shared_a),
-        "b_map": b.tensor_map(config.block_n // config.halves, shared_b),
+        "a_map": a.tensor_map(config.block_m, config.multicast_a),
+        "b_map": b.tensor_map(config.block_n // config.halves, config.multicast_b),
     }
     if config.large_m:
         c = call.out._replace(shape=(call.batch * call.m, call.n), strides=(call.n, 1))
@@ -163,7 +165,8 @@ def _params(call: MatmulCall, a: Operand, b: Operand) -> dict[str, Any]:
 
 def _constants(config: Config) -> dict[str, Any]:
     constants = {
-        "STAGES": config.stages, "SPLIT_K": config.split_k, "MULTICAST": config.multicast, "HALVES": config.halves
+        "STAGES": config.stages, "SPLIT_K": config.split_k, "DOWN": config.multicast_b, "ACROSS": config.multicast_a,
+        "HALVES": config.halves,
     }  # fmt: skip
     if config.large_m:
         return constants | {"BLOCK_N": config.block_n, "GROUP_M": config.group_m, "TMA_STORE": config.tma_store}

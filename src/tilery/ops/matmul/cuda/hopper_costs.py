@@ -29,7 +29,7 @@ _SMALL_M = 1024  # rows, up to which the small-M kernel takes part
 _LARGE_M = 64  # rows, from which the large-M kernel takes part
 _MANY = 1024  # rows, from which blocks of the large-M kernel multicast b and none splits K
 _LEAST_K_BLOCKS = 8  # of a split: 512 values of 16 bits
-_MULTICASTS = (1, 2, 4)
+_DEEP = 6  # k-blocks in the pipeline, fewer of which do not hide the latency of memory
 _GROUPS = (4, 8, 16)
 _TUNED = 32  # configs that a tuner tries
 
@@ -39,16 +39,18 @@ class Costs:
     """Coefficients of the cost model, in ns unless said otherwise."""
 
     launch: float  # of the kernel, with its first loads
-    line: float  # to load 128 bytes into an SM from the L2
+    line: float  # to load 128 bytes into an SM
+    shared_line: float  # and more where all SMs load at once
+    read: float  # to read 128 bytes of a tile from shared memory
     mma: float  # to multiply 64 rows by one column over a k-block
     step: float  # of a k-block besides
+    stage: float  # of a pipeline stage besides
     tile: float  # of a tile besides its k-blocks
     store: float  # of 1000 values of c that a block stores while it multiplies nothing
     memory: float  # bytes a ns from memory
     reduce: float  # of split-K, for each block that sends its partial sums
     exchange: float  # of 1000 partial sums that a block receives
-    swapped: float = 1.0  # factor of mma in the small-M kernel
-    multicast: float = 0.0  # of a k-block in a cluster, whose blocks wait for each other
+    multicast: float  # of a k-block in a cluster, whose blocks wait for each other
 
 
 @functools.cache
@@ -75,8 +77,7 @@ class Problem(Generic[C]):
     batch: int = 1
     itemsize: int = 2  # of c
     large_m_split_k: tuple[int, ...] = (1,)
-    large_m_multicasts: tuple[int, ...] = (1,)
-    small_m_multicasts: tuple[int, ...] = (1,)
+    multicasts: tuple[tuple[int, int], ...] = ((1, 1),)  # of a and of b
     group_m: int = 8  # of large-M tiles that are not multicast
 
     def ranked(self) -> list[C]:
@@ -97,15 +98,14 @@ class Problem(Generic[C]):
     def expected_us(self, config: C) -> float:
         """The time that a config should take with operands in memory, on the GPU that the costs were fitted on."""
         costs, split, each = self.costs, config.split_k, config.block_n // config.halves
-        at_once = blocks_at_once(config.cluster, self.card.sms)
-        waves = ceil_div(config.blocks(self.m, self.n, self.batch), at_once)
-        shared_a, shared_b = (1, config.multicast) if config.large_m else (config.multicast, 1)
-        lines = config.block_m / shared_a + config.block_n / shared_b
-        if config.large_m:
-            mma = 2 * config.block_n * costs.mma
-        else:
-            mma = config.consumer_warpgroups * config.halves * max(config.block_m, 32) * costs.mma * costs.swapped
-        step = _longer(lines * costs.line, mma) + costs.step + costs.multicast * (config.multicast > 1)
+        at_once, blocks = blocks_at_once(config.cluster, self.card.sms), config.blocks(self.m, self.n, self.batch)
+        waves, busy_sms = ceil_div(blocks, at_once), min(blocks, at_once) / self.card.sms
+        lines = config.block_m / config.multicast_a + config.block_n / config.multicast_b
+        width = config.block_n if config.large_m else config.block_m * config.halves
+        mma, read = (config.consumer_warpgroups * each for each in (width * costs.mma, (64 + width) * costs.read))
+        step = _longer(lines * (costs.line + costs.shared_line * busy_sms), mma, read) + costs.step
+        step += costs.stage / config.k_blocks_per_stage
+        step += costs.multicast * (config.multicast_a * config.multicast_b > 1)
         stored = config.block_m * each / 1000 * costs.store
         if config.large_m and config.tma_store and waves > 1:
             stored /= waves  # all but the last under the next tile
@@ -124,17 +124,18 @@ class Problem(Generic[C]):
             for width in columns:
                 for split in SPLIT_K if halves == 1 else (1,):
                     if split == 1:
-                        for multicast in self.small_m_multicasts:
-                            if multicast == 1 or rows % (8 * multicast) == 0:
-                                more = {"multicast": multicast} if multicast > 1 else {}
-                                yield self._with_stages(self._small(rows, width, **more))
+                        for shared in self._clusters():
+                            yield self._with_stages(self.config("small_m", rows, width, 1, **shared))
                     elif split * _LEAST_K_BLOCKS <= self.k_blocks:
-                        config = self._with_stages(self._small(rows, width, split_k=split), 2 if split > 2 else 1)
+                        config = self.config("small_m", rows, width, 1, split_k=split)
                         if self._runs_at_once(config):
-                            yield config
+                            half = self._with_stages(config, 2)  # so that the next kernel's blocks may start beside them
+                            deep = split > 2 and half.stages * half.k_blocks_per_stage >= _DEEP
+                            yield half if deep else self._with_stages(config)
 
-    def _small(self, rows: int, width: int, **more: Any) -> C:
-        return self.config("small_m", rows, width, 1, **more)
+    def _clusters(self) -> list[dict[str, int]]:
+        """How blocks of a cluster share operands, as fields of a config."""
+        return [{"multicast_a": a, "multicast_b": b} if a * b > 1 else {} for a, b in self.multicasts]
 
     def _row_counts(self) -> list[int]:
         """Rows of small-M tiles that divide m evenly, or with few to spare."""
@@ -149,12 +150,10 @@ class Problem(Generic[C]):
             return
         for width in self.columns:
             for split in self.large_m_split_k if self.m <= _MANY else (1,):
-                for multicast in self.large_m_multicasts if split == 1 and self.m > 128 else (1,):
+                for shared in self._clusters() if split == 1 else [{}]:
                     for tma_store in (True, False) if split == 1 and width // self.config.halves % 64 == 0 else (False,):
-                        group = 4 if multicast > 1 else self.group_m
-                        more = {"split_k": split, "group_m": group, "tma_store": tma_store}
-                        if multicast > 1:
-                            more["multicast"] = multicast
+                        group = 4 if shared.get("multicast_b", 1) > 1 else self.group_m
+                        more: dict[str, Any] = {"split_k": split, "group_m": group, "tma_store": tma_store, **shared}
                         config = self._with_stages(self.config("large_m", 128, width, 1, **more))
                         if split == 1 or (split * _LEAST_K_BLOCKS <= self.k_blocks and self._runs_at_once(config)):
                             yield config
@@ -170,9 +169,9 @@ class Problem(Generic[C]):
         return config.blocks(self.m, self.n, self.batch) <= blocks_at_once(config.split_k, self.card.sms)
 
 
-def _longer(a: float, b: float) -> float:
-    """The longer of two times that overlap, and a little more where they are alike."""
-    return float((a**4 + b**4) ** 0.25)
+def _longer(*times: float) -> float:
+    """The longest of times that overlap, and a little more where they are alike."""
+    return float(sum(time**4 for time in times) ** 0.25)
 
 
 def names() -> tuple[str, ...]:

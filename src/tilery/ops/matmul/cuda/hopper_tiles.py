@@ -29,11 +29,12 @@ _BARRIERS, ALIGNMENT = 16, 1024  # bytes of a stage's barriers; to align the sta
 def blocks_at_once(cluster: int, sms: int) -> int:
     """Blocks in clusters of this size that run at once, one on an SM: a GPC's SMs that fill no cluster stay idle.
 
-    On an H200 (132 SMs) that is 132 in clusters of 2, at least 126 of 3, and 120 of 4 or 8.
+    On an H200 (132 SMs) that is 132 in clusters of 2 and 120 in those of 4 or 8. Which SMs a GPC has differs from card
+    to card: 40 clusters of 3 ran at once on one and not on another, 39 on all.
     """
     if cluster <= 2:
         return sms
-    return sms * 21 // 22 if cluster == 3 else sms * 10 // 11
+    return sms * 39 // 44 if cluster == 3 else sms * 10 // 11
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,12 @@ class Config:
 
     # In files of tuned configs:
     old_names: ClassVar[dict[str, str]] = {
-        "form": "kernel", "splits": "split_k", "group": "group_m", "staged": "tma_store", "share": "multicast",
+        "form": "kernel", "splits": "split_k", "group": "group_m", "staged": "tma_store", "share": "multicast_b", "multicast": "multicast_b",
     }  # fmt: skip
     old_values: ClassVar[dict[str, dict[str, str]]] = {"kernel": {"wide": "large_m", "few": "small_m"}}
 
     # What a kernel may have besides, as fields or properties:
-    multicast = 1  # blocks of a cluster, each of which loads a part of b (small-M: of a) for all
+    multicast_a = multicast_b = 1  # blocks of a cluster side by side, or above each other, that load parts of a or b
     k_blocks_per_stage = 1  # of as many bytes as a swizzle spans
     sum_sets = 1  # of registers for the sums of a tile: 2 where partial sums are promoted
     other_registers = 48  # that a consumer thread needs besides
@@ -116,7 +117,7 @@ class Config:
 
     @property
     def cluster(self) -> int:
-        return self.split_k * self.multicast
+        return self.split_k * self.multicast_a * self.multicast_b
 
     @property
     def sums_per_thread(self) -> int:
@@ -131,19 +132,13 @@ class Config:
 
     def blocks(self, m: int, n: int, batch: int = 1) -> int:
         """Blocks where each has one tile, or its part of one; n counts columns of b."""
-        down, across = (self.multicast, 1) if self.large_m else (1, self.multicast)
-        return batch * ceil_div(m, self.block_m * down) * ceil_div(n, self.block_n * across) * self.cluster
+        down, across = self.block_m * self.multicast_b, self.block_n * self.multicast_a
+        return batch * ceil_div(m, down) * ceil_div(n, across) * self.cluster
 
-    def grid(self, m: int, n: int, sms: int, batch: int = 1) -> int | Persistent:
-        """Persistent blocks, but for those that split K, which have one tile.
-
-        Clusters of more than two leave some SMs idle, and blocks that waited for those would run alone at the end.
-        """
+    def grid(self, m: int, n: int, batch: int = 1) -> int | Persistent:
+        """Persistent blocks, but for those that split K, which have one tile."""
         blocks = self.blocks(m, n, batch)
-        if self.split_k > 1:
-            return blocks
-        at_once = blocks if self.cluster <= 2 else blocks_at_once(self.cluster, sms) // self.cluster * self.cluster
-        return Persistent(min(blocks, at_once))
+        return blocks if self.split_k > 1 else Persistent(blocks)
 
 
 Choices = Mapping[str, Mapping[str, tuple[int, ...]]]  # kernel -> field -> the values that it can be compiled for
@@ -158,11 +153,15 @@ def refusal(config: Config, choices: Choices, n: int, itemsize: int, where: torc
             return f"{name} of the {config.kernel} kernel must be one of {', '.join(map(str, values))}, got {got}"
     if not config.registers_fit:
         return f"sums of {config.block_m} × {config.block_n} do not fit the registers of a block"
-    if not config.large_m and config.block_m % (8 * config.multicast):
-        return f"block_m must be a multiple of {8 * config.multicast} for multicast of {config.multicast}, got {config}"
+    for name, rows, by in (
+        ("block_m", config.block_m, config.multicast_a),
+        ("block_n", config.block_n // config.halves, config.multicast_b),
+    ):
+        if rows % (8 * by):
+            return f"{name} must be a multiple of {8 * by} in each half of b, to be loaded in {by} parts, got {config}"
     if config.split_k > 1 and config.partial_sum_bytes > config.stages * config.tile_bytes:
         return f"partial sums of c must fit the memory of {config.stages} stages, got {config}"
-    if config.split_k > 1 and (config.multicast > 1 or config.tma_store):
+    if config.split_k > 1 and (config.multicast_a * config.multicast_b > 1 or config.tma_store):
         return f"split_k goes with neither multicast nor tma_store, got {config}"
     if config.stages < 2 or config.group_m < 1:
         return f"stages must be at least 2 and group_m at least 1, got {config.stages} and {config.group_m}"

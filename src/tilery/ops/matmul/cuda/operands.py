@@ -45,7 +45,8 @@ class Operand:
         assert isinstance(self.x, Argument)
         count, width, stride = self.lines
         box = (_CHUNK if self.mn_major else tile_rows) // multicast
-        return TensorMapOf(self.x, (width, count, self.batches), (stride, self.batch_stride), (box,))
+        sizes, strides = (width, count, self.batches), (stride, self.batch_stride)
+        return TensorMapOf(self.x, sizes, strides, (box,), side_by_side=self.mn_major and tile_rows > _CHUNK)
 
 
 def operands(call: MatmulCall) -> tuple[Operand, Operand]:
