@@ -16,9 +16,9 @@ from tilery.base.spec import TensorSpec
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
-from tilery.languages.triton_glue import pdl_launch_dependents, pdl_wait
-from tilery.ops.rows import triton_pieces
-from tilery.ops.rows.triton_pieces import inside_piece, load_pieces
+from tilery.languages.triton_glue import multiple, pdl_launch_dependents, pdl_wait, vector_of
+from tilery.ops.norms.triton import tiles
+from tilery.ops.norms.triton.tiles import inside_piece, load_pieces
 
 _BLOCK = 8192  # of a row too long to wait in registers
 _FEW = 1024  # rows, up to which more warps hide what few programs wait for
@@ -85,8 +85,12 @@ def _write(x_ptr, y_ptr, first, last, top, total, BLOCK: tl.constexpr, LOG: tl.c
 
 
 @triton.jit
-def _softmax(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr, PIECES: tl.constexpr, LOG: tl.constexpr):
+def _softmax(
+    x_ptr, y_ptr, x_stride, n,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr, VECTOR: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride overflows int32 past 2**31 elements
     cols = tl.arange(0, BLOCK)
     every = tl.full((1,), True, tl.int1)
@@ -107,8 +111,12 @@ def _softmax(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr, PIECES: tl.constexp
 
 
 @triton.jit
-def _softmax_reread(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr, PARTS: tl.constexpr, LOG: tl.constexpr):
+def _softmax_reread(
+    x_ptr, y_ptr, x_stride, n,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, VECTOR: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     top, total, _ = row_sums(x_ptr, 0, n, BLOCK, PARTS, False)
@@ -117,9 +125,11 @@ def _softmax_reread(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr, PARTS: tl.co
 
 @triton.jit
 def _sum_splits(
-    x_ptr, sums_ptr, x_stride, m, n, split_size, BLOCK: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr
-):
+    x_ptr, sums_ptr, x_stride, m, n, split_size,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row, split = (tl.program_id(0) // SPLITS).to(tl.int64), tl.program_id(0) % SPLITS
     first = split * split_size
     top, total, _ = row_sums(x_ptr + row * x_stride, first, min(first + split_size, n), BLOCK, PARTS, False)
@@ -129,9 +139,11 @@ def _sum_splits(
 
 @triton.jit
 def _write_splits(
-    x_ptr, sums_ptr, y_ptr, x_stride, m, n, split_size, BLOCK: tl.constexpr, SPLITS: tl.constexpr, LOG: tl.constexpr
-):
+    x_ptr, sums_ptr, y_ptr, x_stride, m, n, split_size,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, VECTOR: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row, split = (tl.program_id(0) // SPLITS).to(tl.int64), tl.program_id(0) % SPLITS
     splits = row * SPLITS + tl.arange(0, SPLITS)
     tops = tl.load(sums_ptr + splits)
@@ -165,8 +177,8 @@ class Softmax(Kernel):
         sizes = config.block, config.num_warps, config.splits
         if min(sizes) < 1 or any(size & (size - 1) for size in sizes):
             return f"block, num_warps and splits must be powers of two, got {config}"
-        if not 1 <= config.pieces <= (1 if config.splits > 1 else triton_pieces.MOST):
-            return f"pieces must be 1 to {triton_pieces.MOST}, and 1 where programs share a row, got {config}"
+        if not 1 <= config.pieces <= (1 if config.splits > 1 else tiles.MOST_PIECES):
+            return f"pieces must be 1 to {tiles.MOST_PIECES}, and 1 where programs share a row, got {config}"
         return _register_refusal(config, self.values_per_lane)
 
     def default(self, call: Call) -> Config:
@@ -174,7 +186,7 @@ class Softmax(Kernel):
         block = triton.next_power_of_2(max(n, 1))
         if block <= self.longest_kept:
             sms = gpu(call.x.device).sms
-            if cut := triton_pieces.cut(n, m <= 4 * sms, m <= 2 * sms):
+            if cut := tiles.cut(n, m <= 4 * sms, m <= 2 * sms):
                 return Config(cut.block, cut.num_warps, pieces=cut.pieces)
             # 1 × 1024 on an H200: 1.44 µs with four warps, 1.53 with two
             most = min(block // 256, 4) if m <= _FEW else 1
@@ -192,7 +204,7 @@ class Softmax(Kernel):
         found = [self.default(call)]
         found += [Config(block, warps) for warps in (1, 2, 4, 8, 16) if block <= 2 * self.longest_kept]
         found += [Config(part, warps) for part in (512, 4096, 8192, 16384) for warps in (4, 8, 16) if part < block]
-        found += [Config(*cut[:2], pieces=cut.pieces) for cut in triton_pieces.cuts(n)]
+        found += [Config(*cut[:2], pieces=cut.pieces) for cut in tiles.cuts(n)]
         if m < 2 * gpu(call.x.device).sms:
             found += [Config(_BLOCK, 8, splits) for splits in (2, 4, 8, 16, 32) if splits * 1024 <= block]
         return [c for c in dict.fromkeys(found) if self.refusal(call, c) is None]
@@ -206,19 +218,20 @@ class Softmax(Kernel):
     def launches(self, call: Call, config: Config) -> list[Launch]:
         x, y, block = call.x, call.y, config.block
         m, n, stride = rows(x)
+        vector = vector_of(x, n, stride)
         options = {"num_warps": config.num_warps}
         row = {"x_ptr": x, "y_ptr": y, "x_stride": stride, "n": n}
         cut = parts(x, block, config.num_warps)
         pieces = max(triton.cdiv(n, block), 1)
         if config.splits == 1 and pieces <= config.pieces:
-            constants = {"BLOCK": block, "PIECES": pieces, "LOG": self.log}
+            constants = {"BLOCK": block, "PIECES": pieces, "VECTOR": vector, "LOG": self.log}
             return [Launch(_softmax, m, row, constants, options, pdl=True)]
         if config.splits == 1:
-            constants = {"BLOCK": block, "PARTS": cut, "LOG": self.log}
+            constants = {"BLOCK": block, "PARTS": cut, "VECTOR": vector, "LOG": self.log}
             return [Launch(_softmax_reread, m, row, constants, options, pdl=True)]
         split_size = triton.cdiv(triton.cdiv(n, config.splits), 64) * 64  # whole sectors, so that splits start aligned
         shared = {"x_ptr": x, "sums_ptr": call.sums, "x_stride": stride, "m": m, "n": n, "split_size": split_size}
-        constants = {"BLOCK": block, "SPLITS": config.splits}
+        constants = {"BLOCK": block, "SPLITS": config.splits, "VECTOR": vector}
         programs = m * config.splits
         return [
             Launch(_sum_splits, programs, shared, constants | {"PARTS": cut}, options, pdl=True),

@@ -14,12 +14,11 @@ from tilery.base.rows import rows, two_level_rows
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
-from tilery.languages.triton_glue import pdl_launch_dependents, pdl_wait
+from tilery.languages.triton_glue import multiple, pdl_launch_dependents, pdl_wait, vector_of
 from tilery.ops.norms.triton import tiles
-from tilery.ops.norms.triton.tiles import LONG_ROW, LONG_SUM, Config, Tiling
+from tilery.ops.norms.triton.tiles import LONG_ROW, LONG_SUM, Config, Tiling, inside_piece, load_pieces
 from tilery.ops.quantize import formats, triton_fp8
 from tilery.ops.quantize.triton_fp8 import magnitude
-from tilery.ops.rows.triton_pieces import inside_piece, load_pieces
 
 _GROUP = tl.constexpr(formats.GROUP)
 
@@ -273,11 +272,12 @@ def _normalise_reread(
 @triton.jit(do_not_specialize=["m"])
 def _rms_norm(
     x_ptr, w_ptr, y_ptr, x_stride, heads, step, m, n, eps, offset,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row, inside = own_rows(m, ROWS)
-    x_row = x_ptr + (row // heads) * x_stride + (row % heads) * step
+    x_row = x_ptr + (row // heads) * x_stride + (row % heads) * multiple(step, VECTOR)
     y_row = y_ptr + row * n
     normalise(x_row, None, w_ptr, None, y_row, None, None, 0, inside, n, eps, offset, ROWS, BLOCK, PIECES, READ)
 
@@ -285,20 +285,27 @@ def _rms_norm(
 @triton.jit(do_not_specialize=["m"])
 def _add_rms_norm(
     x_ptr, r_ptr, w_ptr, y_ptr, sum_ptr, x_stride, r_stride, m, n, eps, offset,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row, inside = own_rows(m, ROWS)
-    x_row, r_row, y_row, sum_row = x_ptr + row * x_stride, r_ptr + row * r_stride, y_ptr + row * n, sum_ptr + row * n
+    x_row, r_row, y_row, sum_row = (
+        x_ptr + row * x_stride,
+        r_ptr + row * multiple(r_stride, VECTOR),
+        y_ptr + row * n,
+        sum_ptr + row * n,
+    )
     normalise(x_row, r_row, w_ptr, None, y_row, sum_row, None, 0, inside, n, eps, offset, ROWS, BLOCK, PIECES, READ)
 
 
 @triton.jit(do_not_specialize=["m"])
 def _layer_norm(
     x_ptr, w_ptr, b_ptr, y_ptr, x_stride, m, n, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row, inside = own_rows(m, ROWS)
     x_row, y_row = x_ptr + row * x_stride, y_ptr + row * n
     normalise(
@@ -309,9 +316,11 @@ def _layer_norm(
 @triton.jit(do_not_specialize=["m"])
 def _rms_norm_fp8(
     x_ptr, w_ptr, y_ptr, s_ptr, x_stride, s_stride, s_step, m, n, eps, offset,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr, FP8: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr, VECTOR: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row, inside = own_rows(m, ROWS)
     x_row, y_row, s_row = x_ptr + row * x_stride, y_ptr + row * n, s_ptr + row * s_stride
     normalise(
@@ -339,11 +348,13 @@ def _rms_norm_fp8(
 @triton.jit(do_not_specialize=["m"])
 def _add_rms_norm_fp8(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, sum_ptr, x_stride, r_stride, s_stride, s_step, m, n, eps, offset,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr, FP8: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr, VECTOR: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row, inside = own_rows(m, ROWS)
-    x_row, r_row, sum_row = x_ptr + row * x_stride, r_ptr + row * r_stride, sum_ptr + row * n
+    x_row, r_row, sum_row = x_ptr + row * x_stride, r_ptr + row * multiple(r_stride, VECTOR), sum_ptr + row * n
     y_row, s_row = y_ptr + row * n, s_ptr + row * s_stride
     normalise(
         x_row,
@@ -397,7 +408,9 @@ class Norm(Kernel):
     def launches(self, call: Call, config: Config) -> list[Launch]:
         m, n, _ = rows(call.x)
         args = {**self.args(call), "m": m, "n": n, "eps": call.eps}
-        constants = {**self.tiling(call).constants(call.x, config), **self.constants(call)}
+        steps = (args[name] for name in ("x_stride", "step", "r_stride") if name in args)
+        constants = {**self.tiling(call).constants(call.x, config), "VECTOR": vector_of(call.x, n, *steps)}
+        constants |= self.constants(call)
         grid, options = triton.cdiv(m, config.rows), {"num_warps": config.num_warps}
         return [Launch(self.kernel, grid, args, constants, options, pdl=True)]
 

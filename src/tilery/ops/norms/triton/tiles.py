@@ -1,18 +1,18 @@
 """How Triton kernels of norms cut rows: a program takes a few short rows, or a long one, `block` columns at a time.
 
-A row that a block or a few pieces hold stays in registers and is read once. A longer one is read block by block: for
-its mean, if it is centred; for its squares; and to be written.
+Softmax has its pieces from here too. A row that a block or a few pieces hold stays in registers and is read once. A
+longer one is read block by block: for its mean, if it is centred; for its squares; and to be written.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
+import triton.language as tl
 
 from tilery.base.rows import rows
 from tilery.base.spec import TensorSpec
 from tilery.hardware.gpu import gpu
-from tilery.ops.rows import triton_pieces
 
 _WARPS = (1, 2, 4, 8, 16, 32)
 _MANY_WARPS = 16  # of a long row
@@ -21,6 +21,12 @@ _VALUES_PER_LANE = 128
 _L1_TAKEN = 19 * 1024  # bytes of L1 and shared memory that do not cache rows: 208 of an H200's 227 KiB do
 _L1_BLOCK = 4096  # of a row that is read again from the L1 cache, so that registers are left for more programs
 _LEAST_L1_BLOCK = 1024
+_PIECE_PER_WARP = 256  # values of a piece: eight a lane, one access of 16 bytes in bf16
+_PIECE_WARPS = (2, 4, 8, 16)
+_SHORT = 1024  # rows up to which one block does
+_MANY, _ALONE = 8, 3  # most pieces of a default: 64 values a lane, or 24
+MOST_PIECES = 16  # of any config
+_EARLY_WARPS = 4  # of a block that lets the next kernel start: see `pdl_launch_dependents`
 _SM_VALUES = 16384  # that the programs on an SM load at a time: eight for each of its 2048 threads
 
 
@@ -48,11 +54,19 @@ def refusal(config: Config | None, least_block: int = 1) -> str | None:
             return f"{name} must be a power of two, got {size}"
     if config.num_warps not in _WARPS:
         return f"num_warps must be one of {', '.join(map(str, _WARPS))}, got {config.num_warps}"
-    if not 1 <= config.pieces <= triton_pieces.MOST:
-        return f"pieces must be 1 to {triton_pieces.MOST}, got {config.pieces}"
+    if not 1 <= config.pieces <= MOST_PIECES:
+        return f"pieces must be 1 to {MOST_PIECES}, got {config.pieces}"
     lane = _VALUES_PER_LANE // (4 if config.num_warps > _MANY_WARPS else 1)  # of 64 registers
     values, most = config.rows * config.block * config.pieces, 32 * config.num_warps * lane
     return f"tile of {values} values does not fit the registers of {config.num_warps} warps" if values > most else None
+
+
+class Cut(NamedTuple):
+    """A row in pieces."""
+
+    block: int  # columns of a piece
+    num_warps: int
+    pieces: int
 
 
 @dataclass(frozen=True)
@@ -81,9 +95,9 @@ class Tiling:
         base, n = self._read_once(x), x.shape[-1]
         warps = [Config(base.rows, base.block, w, base.pieces) for w in (base.num_warps // 2, base.num_warps * 2)]
         counts = [Config(c, base.block, _warps(c * base.block, n)) for c in (1, base.rows * 4) if base.pieces == 1]
-        cuts = [Config(1, b, w) for b in (2048, 4096, 8192, 16384) if self.least_block <= b < n for w in (4, 8, 16)]
-        pieces = [Config(1, *cut) for cut in triton_pieces.cuts(n) if self.in_pieces and cut.block >= self.least_block]
-        found = dict.fromkeys((self.default(x), base, *warps, *counts, *pieces, *cuts))
+        shorter = [Config(1, b, w) for b in (2048, 4096, 8192, 16384) if self.least_block <= b < n for w in (4, 8, 16)]
+        pieces = [Config(1, *cut) for cut in cuts(n) if self.in_pieces and cut.block >= self.least_block]
+        found = dict.fromkeys((self.default(x), base, *warps, *counts, *pieces, *shorter))
         return [c for c in found if refusal(c) is None and c.rows * c.block * c.pieces <= self.longest_kept]
 
     def constants(self, x: TensorSpec, config: Config) -> dict[str, Any]:
@@ -136,9 +150,9 @@ class Tiling:
         values_per_warp = 1024 if n >= self.wide and m > _hiding(x) // 2 else 512
         return Config(count, block, _warps(count * block, n, values_per_warp, few=m <= _hiding(x)))
 
-    def _cut(self, x: TensorSpec) -> triton_pieces.Cut | None:
+    def _cut(self, x: TensorSpec) -> Cut | None:
         m, n, _ = rows(x)
-        found = triton_pieces.cut(n, m <= _hiding(x), m <= _hiding(x) // 2) if self.in_pieces else None
+        found = cut(n, m <= _hiding(x), m <= _hiding(x) // 2) if self.in_pieces else None
         return found if found and found.block >= self.least_block else None
 
 
@@ -154,5 +168,49 @@ def _l1_rows(x: TensorSpec, inputs: int) -> int:
 
 def _warps(values: int, n: int, values_per_warp: int = 512, few: bool = False) -> int:
     """`few`: 1 × 1024 on an H200 takes 1.25 µs with four warps, 1.31 with two."""
-    each = values_per_warp if n % 16 == 0 else 256
+    each = values_per_warp if n % 8 == 0 else 256
     return min(max(values // each, min(values // 256, 4) if few else 1, 1), _MANY_WARPS)
+
+
+# Rows in pieces: a row of 5120 is five blocks of 1024, not one of 8192 with a third masked. Triton's blocks are powers
+# of two. All pieces of a row have the same size and layout, so what a thread has of them is added up in its own
+# registers, and threads meet once for the sum of a row.
+
+
+def cuts(n: int) -> list[Cut]:
+    """How a row of n may be cut, with eight values a lane in each piece."""
+    found = (Cut(warps * _PIECE_PER_WARP, warps, triton.cdiv(n, warps * _PIECE_PER_WARP)) for warps in _PIECE_WARPS)
+    return [c for c in found if 2 <= c.pieces <= MOST_PIECES]
+
+
+def cut(n: int, resident: bool, alone: bool) -> Cut | None:
+    """The pieces that cover a row of n most closely; None where one block leaves no more lanes idle.
+
+    `resident`: all programs run at once, and the next kernel waits for them to let it start. `alone`: an SM has few of
+    them, so that more warps with fewer values each hide latency.
+    """
+    if n <= _SHORT:
+        return None
+    most = [(c, _ALONE if alone and c.num_warps < _PIECE_WARPS[-1] else _MANY) for c in cuts(n)]
+    found = [c for c, pieces in most if 3 <= c.pieces <= pieces and (c.num_warps >= _EARLY_WARPS or not resident)]
+    best = min(found, key=lambda c: (c.block * c.pieces, c.pieces), default=None)
+    whole = triton.next_power_of_2(n)
+    return best if best and 17 * best.block * best.pieces <= 16 * whole else None
+
+
+@triton.jit
+def inside_piece(i: tl.constexpr, cols, inside, n, PIECES: tl.constexpr):
+    """Which values of piece `i` exist, of rows that are `inside`: all but the last are full."""
+    if i == PIECES - 1:
+        return inside & (i * cols.shape[-1] + cols < n)
+    return inside & tl.full(cols.shape, True, tl.int1)
+
+
+@triton.jit
+def load_pieces(ptr, cols, inside, n, other, PIECES: tl.constexpr):
+    """A tuple of pieces, as they lie in memory; `cols` are the columns of the first."""
+    held = ()
+    for i in tl.static_range(PIECES):
+        mask = inside_piece(i, cols, inside, n, PIECES)
+        held = held + (tl.load(ptr + i * cols.shape[-1] + cols, mask=mask, other=other),)
+    return held

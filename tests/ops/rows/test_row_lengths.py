@@ -1,9 +1,12 @@
-"""Rows in pieces: which lengths are cut, and that a row is right however it is."""
+"""Rows of any length: which are cut in pieces, that a row is right however it is cut, how wide its accesses are."""
+
+import re
 
 import pytest
+import torch
 
 from tilery import languages
-from tilery.base.spec import case
+from tilery.base.spec import TensorSpec, case
 from tilery.core import policy
 from tilery.core.cases import call_for, specs_for
 from tilery.core.op import REGISTRY
@@ -14,8 +17,9 @@ from tilery.measure.place import place
 if why := languages.missing("triton"):
     pytest.skip(why, allow_module_level=True)
 
+from tilery.languages.triton_glue import vector_of
 from tilery.ops.norms.triton import tiles
-from tilery.ops.rows.triton_pieces import MOST, cut, cuts
+from tilery.ops.norms.triton.tiles import MOST_PIECES, cut, cuts
 from tilery.ops.softmax import triton_kernels as softmax_kernels
 
 LENGTHS = (1536, 2048, 2880, 3584, 4096, 5120, 7168, 8192, 11008, 13696, 14336, 18432, 27648, 28672)
@@ -35,7 +39,7 @@ def test_pieces_leave_fewer_lanes_idle_than_a_power_of_two():
     assert cut(5120, False, False) == (1024, 4, 5) and cut(7168, True, False) == (1024, 4, 7)
     assert cut(5120, True, True) == (2048, 8, 3)  # an SM has one such row: its warps hide what one of them waits for
     assert cut(3584, True, False) is None  # blocks of two warps would not let the next kernel start
-    assert all(2 <= c.pieces <= MOST for n in LENGTHS for c in cuts(n))
+    assert all(2 <= c.pieces <= MOST_PIECES for n in LENGTHS for c in cuts(n))
 
 
 @pytest.mark.parametrize("n", [257, 300, 384])
@@ -91,3 +95,25 @@ def test_many_rows_are_read_again_in_blocks_that_fill():
     assert of(8192, 7168) == (2048, 8, 1)  # 16 rows of as many programs would not fit L1
     assert of(512, 18432) == (4096, 16, 1)
     assert of(512, 5120) == (1024, 4, 5)
+
+
+@pytest.mark.parametrize(("n", "layout"), [(3000, "contiguous"), (3000, "padded"), (1000, "contiguous")])
+@pytest.mark.parametrize("op", ["silu_mul", "gelu_mul", "softmax", "rms_norm", "add_rms_norm", "layer_norm"])
+def test_rows_that_8_divides_are_moved_16_bytes_at_a_time(op, n, layout, compiler):
+    """Triton itself asks only whether 16 divides an integer."""
+    specs = specs_for(REGISTRY[op], case(m=1025, n=n, dtype="bf16", layout=layout))
+    ptx = compiler.compile(op, "triton", specs, "sm_90").code["ptx"]
+    narrow = re.findall(r"(?:ld|st)\.global\S*\.(?:b16|u16|b32)", re.sub(r"\.v4\.b32", "", ptx))
+    assert "ld.global" in ptx and not narrow
+
+
+def test_what_a_kernel_is_told_of_its_steps():
+    x, wide = (
+        TensorSpec.contiguous((3, 8), torch.bfloat16, "cuda:0"),
+        TensorSpec.contiguous((3, 8), torch.float32, "cuda:0"),
+    )
+    assert vector_of(x, 4096, 8192) == vector_of(x, 16) == vector_of(x) == 1  # Triton sees these itself
+    assert (
+        vector_of(x, 3000, 3000) == vector_of(x, 3000, 4096) == 8 and vector_of(wide, 3000) == vector_of(wide, 4) == 4
+    )
+    assert vector_of(x, 3000, 3001) == vector_of(x, 4) == vector_of(wide, 2) == 1
