@@ -101,6 +101,28 @@ def pdl_launch_dependents():
     _launch_dependents_if(_LARGE_PROGRAMS)
 
 
+# Lengths and strides, in kernels
+
+
+def vector_of(x: TensorSpec, *steps: int) -> int:
+    """Values of an access of 16 bytes, where a kernel must be told that they divide all these lengths and strides.
+
+    Triton asks by itself whether 16 divides an integer. Of a length of 3000, which only 8 divides, it would know
+    nothing, and move two bytes of bf16 at a time. 1 where it needs no help, or where there is none.
+    """
+    values = 16 // x.dtype.itemsize
+    needed = any(step % 16 for step in steps) and all(step % values == 0 for step in steps)
+    return values if needed else 1
+
+
+@triton.jit
+def multiple(value, VECTOR: tl.constexpr):
+    """The value, which VECTOR divides: the compiler sees that so, and of an argument not from `tl.multiple_of`."""
+    if VECTOR > 1:
+        return value // VECTOR * VECTOR
+    return value
+
+
 # Arguments
 
 

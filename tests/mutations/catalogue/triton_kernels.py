@@ -32,17 +32,35 @@ ROWS.add(
 )
 ROWS.add(
     "absent-columns-count",
-    'x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=-float("inf")).to(tl.float32)',
-    "x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)",
+    'load_pieces(x_ptr + row * x_stride, cols, every, n, -float("inf"), PIECES)',
+    "load_pieces(x_ptr + row * x_stride, cols, every, n, 0.0, PIECES)",
     case("softmax", "triton", "m=3,n=127,dtype=fp32"),
     inside="_softmax",
 )
 ROWS.add(
     "row-stride-ignored",
-    "x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=",
-    "x = tl.load(x_ptr + row * n + cols, mask=mask, other=",
+    "x = load_pieces(x_ptr + row * x_stride, cols",
+    "x = load_pieces(x_ptr + row * n, cols",
     case("softmax", "triton", "m=5,n=256,dtype=fp16,layout=padded"),
     inside="_softmax",
+)
+ROWS.add(
+    "first-piece-again",
+    "tl.load(ptr + i * cols.shape[-1] + cols, mask",
+    "tl.load(ptr + cols, mask",
+    "test_row_lengths.py::test_rows_in_pieces_are_right[rms_norm-384]",
+)
+ROWS.add(
+    "piece-left-out-of-sum",
+    "    for i in tl.static_range(1, PIECES):\n        squares",
+    "    for i in tl.static_range(2, PIECES):\n        squares",
+    "test_row_lengths.py::test_rows_in_pieces_are_right[layer_norm-300]",
+)
+ROWS.add(
+    "piece-left-out-of-exponentials",
+    "    for i in tl.static_range(1, PIECES):\n        exps",
+    "    for i in tl.static_range(2, PIECES):\n        exps",
+    "test_row_lengths.py::test_rows_in_pieces_are_right[softmax-300]",
 )
 ROWS.add("earlier-blocks-not-rescaled", "exps = exps * tl.exp(top - below) + ", "exps = exps + ", PIECES.format(0))
 ROWS.add(

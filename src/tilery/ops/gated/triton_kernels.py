@@ -6,7 +6,7 @@ import triton.language as tl
 from tilery.base.launch import Launch
 from tilery.base.rows import flat_rows, rows
 from tilery.core.call import Call
-from tilery.languages.triton_glue import pdl_launch_dependents, pdl_wait
+from tilery.languages.triton_glue import multiple, pdl_launch_dependents, pdl_wait, vector_of
 from tilery.ops.gated.call import GatedCall
 from tilery.ops.gated.triton_activations import activated, factor_and_slope
 from tilery.ops.rows import triton_rows
@@ -18,10 +18,12 @@ from tilery.ops.rows.triton_rows import Config, TritonRows, grid_of, own_columns
 @triton.jit
 def _gated(
     g_ptr, u_ptr, y_ptr, g_stride, u_stride, u_start, n,
-    ACT: tl.constexpr, BLOCK: tl.constexpr, GRID: tl.constexpr,
+    ACT: tl.constexpr, BLOCK: tl.constexpr, GRID: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     pdl_wait()
     pdl_launch_dependents()
+    n, u_start = multiple(n, VECTOR), multiple(u_start, VECTOR)
+    g_stride, u_stride = multiple(g_stride, VECTOR), multiple(u_stride, VECTOR)
     row, start, cols, mask = own_columns(n, BLOCK, GRID)
     g = tl.load(g_ptr + row * g_stride + start + cols, mask=mask).to(tl.float32)
     u = tl.load(u_ptr + row * u_stride + u_start + start + cols, mask=mask).to(tl.float32)
@@ -55,7 +57,8 @@ class Gated(TritonRows):
         args = {"g_ptr": gate, "u_ptr": up, "y_ptr": call.y}
         args |= {"g_stride": gate_stride, "u_stride": up_stride, "u_start": call.up_start, "n": n}
         grid, constants = grid_of(m, n, config)
-        return [Launch(_gated, grid, args, constants | {"ACT": call.act}, config.options, pdl=True)]
+        constants |= {"ACT": call.act, "VECTOR": vector_of(gate, n, gate_stride, up_stride, call.up_start)}
+        return [Launch(_gated, grid, args, constants, config.options, pdl=True)]
 
 
 class GatedBackward(TritonRows):

@@ -1,7 +1,7 @@
 """softmax and log_softmax in Triton, with their backwards.
 
-A program keeps a row in registers, or reads it twice in blocks. A few long rows are split among programs: one launch
-finds the sums of the splits, a second one writes.
+A program keeps a row in registers, in one block or a few, or reads it twice in blocks. A few long rows are split among
+programs: one launch finds the sums of the splits, a second one writes.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,9 @@ from tilery.base.spec import TensorSpec
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
-from tilery.languages.triton_glue import pdl_launch_dependents, pdl_wait
+from tilery.languages.triton_glue import multiple, pdl_launch_dependents, pdl_wait, vector_of
+from tilery.ops.norms.triton import tiles
+from tilery.ops.norms.triton.tiles import inside_piece, load_pieces
 
 _BLOCK = 8192  # of a row too long to wait in registers
 _FEW = 1024  # rows, up to which more warps hide what few programs wait for
@@ -83,21 +85,38 @@ def _write(x_ptr, y_ptr, first, last, top, total, BLOCK: tl.constexpr, LOG: tl.c
 
 
 @triton.jit
-def _softmax(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr, LOG: tl.constexpr):
+def _softmax(
+    x_ptr, y_ptr, x_stride, n,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr, VECTOR: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride overflows int32 past 2**31 elements
     cols = tl.arange(0, BLOCK)
-    mask = cols < n
-    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=-float("inf")).to(tl.float32)
+    every = tl.full((1,), True, tl.int1)
+    x = load_pieces(x_ptr + row * x_stride, cols, every, n, -float("inf"), PIECES)
     pdl_launch_dependents()
-    top = tl.max(x, axis=0)  # drops NaN; the sum carries it to the whole row
-    total = tl.sum(tl.exp(x - top), axis=0)
-    tl.store(y_ptr + row * n + cols, _result(x, top, total, LOG), mask=mask)
+    tops = x[0].to(tl.float32)
+    for i in tl.static_range(1, PIECES):
+        tops = tl.maximum(tops, x[i].to(tl.float32))
+    top = tl.max(tops, axis=0)  # drops NaN; the sum carries it to the whole row
+    exps = tl.exp(x[0].to(tl.float32) - top)
+    for i in tl.static_range(1, PIECES):
+        exps += tl.exp(x[i].to(tl.float32) - top)
+    total = tl.sum(exps, axis=0)
+    y_row = y_ptr + row * n
+    for i in tl.static_range(PIECES):
+        mask = inside_piece(i, cols, every, n, PIECES)
+        tl.store(y_row + i * BLOCK + cols, _result(x[i].to(tl.float32), top, total, LOG), mask=mask)
 
 
 @triton.jit
-def _softmax_reread(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr, PARTS: tl.constexpr, LOG: tl.constexpr):
+def _softmax_reread(
+    x_ptr, y_ptr, x_stride, n,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, VECTOR: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     top, total, _ = row_sums(x_ptr, 0, n, BLOCK, PARTS, False)
@@ -106,9 +125,11 @@ def _softmax_reread(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr, PARTS: tl.co
 
 @triton.jit
 def _sum_splits(
-    x_ptr, sums_ptr, x_stride, m, n, split_size, BLOCK: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr
-):
+    x_ptr, sums_ptr, x_stride, m, n, split_size,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row, split = (tl.program_id(0) // SPLITS).to(tl.int64), tl.program_id(0) % SPLITS
     first = split * split_size
     top, total, _ = row_sums(x_ptr + row * x_stride, first, min(first + split_size, n), BLOCK, PARTS, False)
@@ -118,9 +139,11 @@ def _sum_splits(
 
 @triton.jit
 def _write_splits(
-    x_ptr, sums_ptr, y_ptr, x_stride, m, n, split_size, BLOCK: tl.constexpr, SPLITS: tl.constexpr, LOG: tl.constexpr
-):
+    x_ptr, sums_ptr, y_ptr, x_stride, m, n, split_size,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, VECTOR: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row, split = (tl.program_id(0) // SPLITS).to(tl.int64), tl.program_id(0) % SPLITS
     splits = row * SPLITS + tl.arange(0, SPLITS)
     tops = tl.load(sums_ptr + splits)
@@ -133,9 +156,10 @@ def _write_splits(
 
 @dataclass(frozen=True)
 class Config:
-    block: int  # columns that a program holds at a time; a row that is longer is read twice
+    block: int  # columns that a program takes at a time; a row that its pieces do not hold is read twice
     num_warps: int
     splits: int = 1  # programs that share a row
+    pieces: int = 1  # blocks of a row that wait in registers
 
 
 @dataclass(frozen=True)
@@ -153,12 +177,17 @@ class Softmax(Kernel):
         sizes = config.block, config.num_warps, config.splits
         if min(sizes) < 1 or any(size & (size - 1) for size in sizes):
             return f"block, num_warps and splits must be powers of two, got {config}"
+        if not 1 <= config.pieces <= (1 if config.splits > 1 else tiles.MOST_PIECES):
+            return f"pieces must be 1 to {tiles.MOST_PIECES}, and 1 where programs share a row, got {config}"
         return _register_refusal(config, self.values_per_lane)
 
     def default(self, call: Call) -> Config:
         m, n, _ = rows(call.x)
         block = triton.next_power_of_2(max(n, 1))
         if block <= self.longest_kept:
+            sms = gpu(call.x.device).sms
+            if cut := tiles.cut(n, m <= 4 * sms, m <= 2 * sms):
+                return Config(cut.block, cut.num_warps, pieces=cut.pieces)
             # 1 × 1024 on an H200: 1.44 µs with four warps, 1.53 with two
             most = min(block // 256, 4) if m <= _FEW else 1
             return Config(block, num_warps=min(max(block // 512, most, 1), 16))
@@ -175,6 +204,7 @@ class Softmax(Kernel):
         found = [self.default(call)]
         found += [Config(block, warps) for warps in (1, 2, 4, 8, 16) if block <= 2 * self.longest_kept]
         found += [Config(part, warps) for part in (512, 4096, 8192, 16384) for warps in (4, 8, 16) if part < block]
+        found += [Config(*cut[:2], pieces=cut.pieces) for cut in tiles.cuts(n)]
         if m < 2 * gpu(call.x.device).sms:
             found += [Config(_BLOCK, 8, splits) for splits in (2, 4, 8, 16, 32) if splits * 1024 <= block]
         return [c for c in dict.fromkeys(found) if self.refusal(call, c) is None]
@@ -188,17 +218,20 @@ class Softmax(Kernel):
     def launches(self, call: Call, config: Config) -> list[Launch]:
         x, y, block = call.x, call.y, config.block
         m, n, stride = rows(x)
+        vector = vector_of(x, n, stride)
         options = {"num_warps": config.num_warps}
         row = {"x_ptr": x, "y_ptr": y, "x_stride": stride, "n": n}
         cut = parts(x, block, config.num_warps)
-        if config.splits == 1 and n <= block:
-            return [Launch(_softmax, m, row, {"BLOCK": block, "LOG": self.log}, options, pdl=True)]
+        pieces = max(triton.cdiv(n, block), 1)
+        if config.splits == 1 and pieces <= config.pieces:
+            constants = {"BLOCK": block, "PIECES": pieces, "VECTOR": vector, "LOG": self.log}
+            return [Launch(_softmax, m, row, constants, options, pdl=True)]
         if config.splits == 1:
-            constants = {"BLOCK": block, "PARTS": cut, "LOG": self.log}
+            constants = {"BLOCK": block, "PARTS": cut, "VECTOR": vector, "LOG": self.log}
             return [Launch(_softmax_reread, m, row, constants, options, pdl=True)]
         split_size = triton.cdiv(triton.cdiv(n, config.splits), 64) * 64  # whole sectors, so that splits start aligned
         shared = {"x_ptr": x, "sums_ptr": call.sums, "x_stride": stride, "m": m, "n": n, "split_size": split_size}
-        constants = {"BLOCK": block, "SPLITS": config.splits}
+        constants = {"BLOCK": block, "SPLITS": config.splits, "VECTOR": vector}
         programs = m * config.splits
         return [
             Launch(_sum_splits, programs, shared, constants | {"PARTS": cut}, options, pdl=True),
@@ -207,10 +240,10 @@ class Softmax(Kernel):
 
 
 def _register_refusal(config: "Config | BackwardConfig", values_per_lane: int) -> str | None:
-    most = 32 * config.num_warps * values_per_lane
-    if config.block <= most:
+    most, values = 32 * config.num_warps * values_per_lane, config.block * getattr(config, "pieces", 1)
+    if values <= most:
         return None
-    return f"block of {config.block} does not fit the registers of {config.num_warps} warps ({most} values)"
+    return f"block of {values} does not fit the registers of {config.num_warps} warps ({most} values)"
 
 
 softmax, log_softmax = Softmax(log=False), Softmax(log=True)

@@ -14,9 +14,9 @@ from tilery.base.rows import rows, two_level_rows
 from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
-from tilery.languages.triton_glue import pdl_launch_dependents, pdl_wait
+from tilery.languages.triton_glue import multiple, pdl_launch_dependents, pdl_wait, vector_of
 from tilery.ops.norms.triton import tiles
-from tilery.ops.norms.triton.tiles import LONG_ROW, LONG_SUM, Config, Tiling
+from tilery.ops.norms.triton.tiles import LONG_ROW, LONG_SUM, Config, Tiling, inside_piece, load_pieces
 from tilery.ops.quantize import formats, triton_fp8
 from tilery.ops.quantize.triton_fp8 import magnitude
 
@@ -60,6 +60,44 @@ def _columns(w_ptr, b_ptr, cols, n):
     if b_ptr is not None:
         b = tl.load(b_ptr + cols, mask=cols < n, other=0.0)
     return w, b
+
+
+@triton.jit
+def _weight_pieces(w_ptr, b_ptr, cols, n, PIECES: tl.constexpr):
+    """What `_columns` has, for each piece."""
+    every = tl.full((1, 1), True, tl.int1)
+    w = load_pieces(w_ptr, cols, every, n, 0.0, PIECES)
+    b = w
+    if b_ptr is not None:
+        b = load_pieces(b_ptr, cols, every, n, 0.0, PIECES)
+    return w, b
+
+
+@triton.jit
+def _sum_pieces(x, r, sum_ptr, cols, inside, n, PIECES: tl.constexpr):
+    """The rounded sums of x and a residual, which are written if they have a place."""
+    sums = ()
+    for i in tl.static_range(PIECES):
+        total = (x[i].to(tl.float32) + r[i].to(tl.float32)).to(x[i].dtype)
+        if sum_ptr is not None:
+            mask = inside_piece(i, cols, inside, n, PIECES)
+            tl.store(sum_ptr + i * cols.shape[-1] + cols, total, mask=mask)
+        sums = sums + (total,)
+    return sums
+
+
+@triton.jit
+def _centre_pieces(x, cols, inside, n, PIECES: tl.constexpr):
+    """x less its mean, fp32; 0 outside rows."""
+    total = x[0].to(tl.float32)
+    for i in tl.static_range(1, PIECES):
+        total += x[i].to(tl.float32)
+    mean = tl.sum(total, axis=1, keep_dims=True) / n
+    centred = ()
+    for i in tl.static_range(PIECES):
+        away = x[i].to(tl.float32) - mean
+        centred = centred + (tl.where(inside_piece(i, cols, inside, n, PIECES), away, 0.0),)
+    return centred
 
 
 @triton.jit
@@ -109,7 +147,7 @@ def _write_groups(y, y_ptr, s_ptr, s_step, first, n, inside, mask, FP8: tl.const
 @triton.jit
 def normalise(
     x_ptr, r_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, s_ptr, s_step, inside, n, eps, offset,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr, CENTRED: tl.constexpr = False,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr, CENTRED: tl.constexpr = False,
     FP8: tl.constexpr = None,
 ):  # fmt: skip
     """Pointers to x, residual, y, sum and scales are [ROWS, 1]: the starts of rows. What an op does not have is None.
@@ -119,7 +157,7 @@ def normalise(
     if READ == "early" or READ == "late":
         _normalise_kept(
             x_ptr, r_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, s_ptr, s_step, inside, n, eps, offset,
-            BLOCK, READ, CENTRED, FP8,
+            BLOCK, PIECES, READ, CENTRED, FP8,
         )  # fmt: skip
     else:
         _normalise_reread(
@@ -131,29 +169,43 @@ def normalise(
 @triton.jit
 def _normalise_kept(
     x_ptr, r_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, s_ptr, s_step, inside, n, eps, offset,
-    BLOCK: tl.constexpr, READ: tl.constexpr, CENTRED: tl.constexpr, FP8: tl.constexpr,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr, CENTRED: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Rows wait in registers for their sums."""
+    """Rows wait in registers for their sums, in pieces; what is loaded of any is in flight before anything waits."""
+    PER: tl.constexpr = None if FP8 is None else FP8.per
     cols = tl.arange(0, BLOCK)[None, :]
-    mask = inside & (cols < n)
-    x = _read(x_ptr, r_ptr, sum_ptr, cols, mask, "")
+    x = load_pieces(x_ptr, cols, inside, n, 0.0, PIECES)
+    if r_ptr is not None:
+        r = load_pieces(r_ptr, cols, inside, n, 0.0, PIECES)
     if READ == "early":
-        w, b = _columns(w_ptr, b_ptr, cols, n)  # in flight before the sums wait for the row
+        w, b = _weight_pieces(w_ptr, b_ptr, cols, n, PIECES)
+    if r_ptr is not None:
+        x = _sum_pieces(x, r, sum_ptr, cols, inside, n, PIECES)
     pdl_launch_dependents()
     if CENTRED:
-        x = tl.where(mask, x - tl.sum(x, axis=1, keep_dims=True) / n, 0.0)
-    rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / n + eps)
+        x = _centre_pieces(x, cols, inside, n, PIECES)
+    squares = x[0].to(tl.float32) * x[0].to(tl.float32)
+    for i in tl.static_range(1, PIECES):
+        squares += x[i].to(tl.float32) * x[i].to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / n + eps)
     if READ == "late":
-        w, b = _columns(w_ptr, b_ptr, cols, n)
-    y = _weighted(x * rstd, w, b, b_ptr, offset)
-    if FP8 is None:
-        tl.store(y_ptr + cols, y, mask=mask)
-    elif FP8.per == "token":
-        made = _scale(_greatest(y, mask), FP8)
+        w, b = _weight_pieces(w_ptr, b_ptr, cols, n, PIECES)
+    if PER == "token":
+        top = tl.zeros((x[0].shape[0], 1), tl.int32)
+        for i in tl.static_range(PIECES):
+            y = _weighted(x[i].to(tl.float32) * rstd, w[i], b[i], b_ptr, offset)
+            top = tl.maximum(top, _greatest(y, inside_piece(i, cols, inside, n, PIECES)))
+        made = _scale(top, FP8)
         tl.store(s_ptr, made, mask=inside)
-        tl.store(y_ptr + cols, _quantize(y * (1.0 / made), FP8), mask=mask)
-    else:
-        _write_groups(y, y_ptr + cols, s_ptr, s_step, 0, n, inside, mask, FP8)
+    for i in tl.static_range(PIECES):
+        at, mask = y_ptr + i * BLOCK + cols, inside_piece(i, cols, inside, n, PIECES)
+        y = _weighted(x[i].to(tl.float32) * rstd, w[i], b[i], b_ptr, offset)
+        if PER == "token":
+            tl.store(at, _quantize(y * (1.0 / made), FP8), mask=mask)
+        elif PER == "group":
+            _write_groups(y, at, s_ptr, s_step, i * BLOCK, n, inside, mask, FP8)
+        else:
+            tl.store(at, y, mask=mask)
 
 
 @triton.jit
@@ -220,61 +272,109 @@ def _normalise_reread(
 @triton.jit(do_not_specialize=["m"])
 def _rms_norm(
     x_ptr, w_ptr, y_ptr, x_stride, heads, step, m, n, eps, offset,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row, inside = own_rows(m, ROWS)
-    x_row = x_ptr + (row // heads) * x_stride + (row % heads) * step
+    x_row = x_ptr + (row // heads) * x_stride + (row % heads) * multiple(step, VECTOR)
     y_row = y_ptr + row * n
-    normalise(x_row, None, w_ptr, None, y_row, None, None, 0, inside, n, eps, offset, ROWS, BLOCK, READ)
+    normalise(x_row, None, w_ptr, None, y_row, None, None, 0, inside, n, eps, offset, ROWS, BLOCK, PIECES, READ)
 
 
 @triton.jit(do_not_specialize=["m"])
 def _add_rms_norm(
     x_ptr, r_ptr, w_ptr, y_ptr, sum_ptr, x_stride, r_stride, m, n, eps, offset,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row, inside = own_rows(m, ROWS)
-    x_row, r_row, y_row, sum_row = x_ptr + row * x_stride, r_ptr + row * r_stride, y_ptr + row * n, sum_ptr + row * n
-    normalise(x_row, r_row, w_ptr, None, y_row, sum_row, None, 0, inside, n, eps, offset, ROWS, BLOCK, READ)
+    x_row, r_row, y_row, sum_row = (
+        x_ptr + row * x_stride,
+        r_ptr + row * multiple(r_stride, VECTOR),
+        y_ptr + row * n,
+        sum_ptr + row * n,
+    )
+    normalise(x_row, r_row, w_ptr, None, y_row, sum_row, None, 0, inside, n, eps, offset, ROWS, BLOCK, PIECES, READ)
 
 
 @triton.jit(do_not_specialize=["m"])
 def _layer_norm(
     x_ptr, w_ptr, b_ptr, y_ptr, x_stride, m, n, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row, inside = own_rows(m, ROWS)
     x_row, y_row = x_ptr + row * x_stride, y_ptr + row * n
-    normalise(x_row, None, w_ptr, b_ptr, y_row, None, None, 0, inside, n, eps, 0.0, ROWS, BLOCK, READ, CENTRED=True)
+    normalise(
+        x_row, None, w_ptr, b_ptr, y_row, None, None, 0, inside, n, eps, 0.0, ROWS, BLOCK, PIECES, READ, CENTRED=True
+    )
 
 
 @triton.jit(do_not_specialize=["m"])
 def _rms_norm_fp8(
     x_ptr, w_ptr, y_ptr, s_ptr, x_stride, s_stride, s_step, m, n, eps, offset,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr, FP8: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr, VECTOR: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row, inside = own_rows(m, ROWS)
     x_row, y_row, s_row = x_ptr + row * x_stride, y_ptr + row * n, s_ptr + row * s_stride
     normalise(
-        x_row, None, w_ptr, None, y_row, None, s_row, s_step, inside, n, eps, offset, ROWS, BLOCK, READ, False, FP8
+        x_row,
+        None,
+        w_ptr,
+        None,
+        y_row,
+        None,
+        s_row,
+        s_step,
+        inside,
+        n,
+        eps,
+        offset,
+        ROWS,
+        BLOCK,
+        PIECES,
+        READ,
+        False,
+        FP8,
     )
 
 
 @triton.jit(do_not_specialize=["m"])
 def _add_rms_norm_fp8(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, sum_ptr, x_stride, r_stride, s_stride, s_step, m, n, eps, offset,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr, FP8: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr, VECTOR: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     pdl_wait()
+    n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row, inside = own_rows(m, ROWS)
-    x_row, r_row, sum_row = x_ptr + row * x_stride, r_ptr + row * r_stride, sum_ptr + row * n
+    x_row, r_row, sum_row = x_ptr + row * x_stride, r_ptr + row * multiple(r_stride, VECTOR), sum_ptr + row * n
     y_row, s_row = y_ptr + row * n, s_ptr + row * s_stride
     normalise(
-        x_row, r_row, w_ptr, None, y_row, sum_row, s_row, s_step, inside, n, eps, offset, ROWS, BLOCK, READ, False, FP8
+        x_row,
+        r_row,
+        w_ptr,
+        None,
+        y_row,
+        sum_row,
+        s_row,
+        s_step,
+        inside,
+        n,
+        eps,
+        offset,
+        ROWS,
+        BLOCK,
+        PIECES,
+        READ,
+        False,
+        FP8,
     )
 
 
@@ -308,7 +408,9 @@ class Norm(Kernel):
     def launches(self, call: Call, config: Config) -> list[Launch]:
         m, n, _ = rows(call.x)
         args = {**self.args(call), "m": m, "n": n, "eps": call.eps}
-        constants = {**self.tiling(call).constants(call.x, config), **self.constants(call)}
+        steps = (args[name] for name in ("x_stride", "step", "r_stride") if name in args)
+        constants = {**self.tiling(call).constants(call.x, config), "VECTOR": vector_of(call.x, n, *steps)}
+        constants |= self.constants(call)
         grid, options = triton.cdiv(m, config.rows), {"num_warps": config.num_warps}
         return [Launch(self.kernel, grid, args, constants, options, pdl=True)]
 
@@ -317,7 +419,7 @@ class RmsNorm(Norm):
     kernel = _rms_norm
 
     def tiling(self, call: Call) -> Tiling:
-        return Tiling(one_sum=True)
+        return Tiling(one_sum=True, in_pieces=True)
 
     def args(self, call: Call) -> dict[str, Any]:
         _, _, stride, heads, step = two_level_rows(call.x)
@@ -329,7 +431,7 @@ class AddRmsNorm(Norm):
     kernel = _add_rms_norm
 
     def tiling(self, call: Call) -> Tiling:
-        return Tiling(inputs=2, one_sum=True, long=LONG_SUM, wide=8192)
+        return Tiling(inputs=2, one_sum=True, long=LONG_SUM, wide=8192, in_pieces=True)
 
     def args(self, call: Call) -> dict[str, Any]:
         tensors = {"x_ptr": call.x, "r_ptr": call.residual, "w_ptr": call.weight}
@@ -342,7 +444,7 @@ class LayerNorm(Norm):
     kernel = _layer_norm
 
     def tiling(self, call: Call) -> Tiling:
-        return Tiling()
+        return Tiling(in_pieces=True)
 
     def args(self, call: Call) -> dict[str, Any]:
         tensors = {"x_ptr": call.x, "w_ptr": call.weight, "b_ptr": call.bias, "y_ptr": call.y}
@@ -355,7 +457,8 @@ class RmsNormFp8(Norm):
 
     def tiling(self, call: Call) -> Tiling:
         least_block = formats.GROUP if call.per == "group" else 1  # whole groups
-        return Tiling(self.inputs, least_block=least_block, long=LONG_ROW if call.per == "token" else LONG_SUM)
+        long = LONG_ROW if call.per == "token" else LONG_SUM
+        return Tiling(self.inputs, least_block=least_block, long=long, in_pieces=True)
 
     def args(self, call: Call) -> dict[str, Any]:
         s_stride, s_step = call.scales.strides
