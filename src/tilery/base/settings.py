@@ -12,7 +12,7 @@ import platformdirs
 from tilery.base.errors import BadSetting
 
 _SGLANG = "SGLANG_TILELANG_GEMM_CONFIG_DIR"
-_SWITCH = {"": False, "0": False, "1": True}
+_SWITCH = {"0": False, "1": True}
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Settings:
     sglang_dir: Path | None = None  # SGLANG_TILELANG_GEMM_CONFIG_DIR: where SGLang looks for configs of its products
     explain: bool = False  # TILERY_EXPLAIN=1: print every new plan
     check_indices: bool = False  # TILERY_CHECK_INDICES=1: the host looks at lengths, offsets, pages, targets and ids
+    vendor: bool = True  # TILERY_VENDOR=0: kernels of cuBLAS and the like refuse everything
 
 
 def from_environment() -> Settings:
@@ -34,14 +35,15 @@ def from_environment() -> Settings:
         sglang_dir=_folder(_SGLANG, lambda: "") if os.environ.get(_SGLANG) else None,
         explain=_switch("TILERY_EXPLAIN"),
         check_indices=_switch("TILERY_CHECK_INDICES"),
+        vendor=_switch("TILERY_VENDOR", default=True),
     )
 
 
-def _switch(variable: str) -> bool:
+def _switch(variable: str, default: bool = False) -> bool:
     value = os.environ.get(variable, "")
-    if value not in _SWITCH:
+    if value and value not in _SWITCH:
         raise BadSetting(f"{variable} must be 0 or 1, got {value!r}")
-    return _SWITCH[value]
+    return _SWITCH.get(value, default)
 
 
 def _folder(variable: str, default: Callable[[], str]) -> Path:

@@ -43,7 +43,7 @@ def folder(given: str | Path) -> Path:
 def device_for(op: Op, kernels: Sequence[str]) -> torch.device:
     """The GPU; the CPU where there is none, or where only its kernels were asked for."""
     where = device.default()
-    if where.type == "cuda" and any("cpu" not in op.kernel(k).archs for k in kernels if languages.missing(k) is None):
+    if where.type == "cuda" and any(op.kernel(k).archs != ("cpu",) for k in kernels if languages.missing(k) is None):
         return where
     return torch.device("cpu")
 

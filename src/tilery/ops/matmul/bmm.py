@@ -83,6 +83,7 @@ def model_sizes(model: "Model") -> list[dict[str, int]]:
         "numba": "tilery.ops.matmul.numba.batched:bmm",
         "triton": "tilery.ops.matmul.triton.batched:bmm",
         "cutile": "tilery.ops.matmul.cutile.batched:bmm",
+        "vendor": "vendor_kernels:bmm",
     },
     baselines=baselines(torch=torch.bmm, compile=Compiled(torch.bmm)), model_sizes=model_sizes,
     backward=_backward,
