@@ -66,7 +66,7 @@ def _of_tensor(x: Argument) -> Callable[[Values], Any]:
 
 class Switch(NamedTuple):
     get: Callable[[], Any]
-    set: Callable[[Any], None]
+    set: Callable[[Any], Any]
     wanted: Callable[[Any], Any]  # of what is set now
 
 
