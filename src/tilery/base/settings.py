@@ -35,15 +35,15 @@ def from_environment() -> Settings:
         sglang_dir=_folder(_SGLANG, lambda: "") if os.environ.get(_SGLANG) else None,
         explain=_switch("TILERY_EXPLAIN"),
         check_indices=_switch("TILERY_CHECK_INDICES"),
-        vendor=_switch("TILERY_VENDOR", default=True),
+        vendor=_switch("TILERY_VENDOR", default="1"),
     )
 
 
-def _switch(variable: str, default: bool = False) -> bool:
-    value = os.environ.get(variable, "")
-    if value and value not in _SWITCH:
+def _switch(variable: str, default: str = "0") -> bool:
+    value = os.environ.get(variable) or default
+    if value not in _SWITCH:
         raise BadSetting(f"{variable} must be 0 or 1, got {value!r}")
-    return _SWITCH.get(value, default)
+    return _SWITCH[value]
 
 
 def _folder(variable: str, default: Callable[[], str]) -> Path:

@@ -59,8 +59,10 @@ class Recorded:
         return [e for e in sglang.entries(self.slug) if (e.exact, e.scaled) == (self.bucket.exact, self.bucket.scaled)]
 
     def imported(self) -> list[Candidate]:
-        """Configs from other devices for problems that differ from this in scaled parts alone; or, for SGLang, in the layout
-        of scales, which its files do not say."""
+        """Configs from other devices for problems that differ from this in scaled parts alone.
+
+        Those for SGLang may differ in the layout of scales too: its files do not say it.
+        """
         known, wanted = tuned.candidates(self.op, self.slug), sglang.without_layout if self.problem.use else str
         return [
             Candidate(kernel, config, origin)
