@@ -24,6 +24,7 @@ class Settings:
     explain: bool = False  # TILERY_EXPLAIN=1: print every new plan
     tuned: bool = True  # TILERY_TUNED=0: dispatch leaves tuned configs out
     check_indices: bool = False  # TILERY_CHECK_INDICES=1: the host looks at lengths, offsets, pages, targets and ids
+    vendor: bool = True  # TILERY_VENDOR=0: kernels of cuBLAS and the like refuse everything
 
 
 def from_environment() -> Settings:
@@ -34,14 +35,14 @@ def from_environment() -> Settings:
         config_dir=_folder("TILERY_CONFIG_DIR", lambda: str(data / "tuned")),
         sglang_dir=_folder(_SGLANG, lambda: "") if os.environ.get(_SGLANG) else None,
         explain=_switch("TILERY_EXPLAIN"),
-        tuned=_switch("TILERY_TUNED", unset=True),
+        tuned=_switch("TILERY_TUNED", default="1"),
         check_indices=_switch("TILERY_CHECK_INDICES"),
+        vendor=_switch("TILERY_VENDOR", default="1"),
     )
 
 
-def _switch(variable: str, unset: bool = False) -> bool:
-    if not (value := os.environ.get(variable, "")):
-        return unset
+def _switch(variable: str, default: str = "0") -> bool:
+    value = os.environ.get(variable) or default
     if value not in _SWITCH:
         raise BadSetting(f"{variable} must be 0 or 1, got {value!r}")
     return _SWITCH[value]

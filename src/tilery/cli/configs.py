@@ -14,6 +14,7 @@ from tilery.cli.tables import Reason, Reasons, Table, fact, figure, heading, key
 if TYPE_CHECKING:
     from tilery.core.tuned import Entry
     from tilery.tuning.kept import File
+    from tilery.tuning.sglang import Exported
     from tilery.tuning.verify import Group
 
 _LISTED = (
@@ -137,20 +138,25 @@ def exported(
     ops: common.Ops = None,
     to: Annotated[
         Path | None,
-        typer.Option("--to", help="The file to write, tuned.json if not given; of --format sglang, the folder."),
+        typer.Option("--to", help="The file to write, tuned.json if not given; of sglang and vllm, the folder."),
     ] = None,
     device: Device = None,
-    form: Annotated[str, typer.Option("--format", help="tilery, or sglang: a file per N and K.")] = "tilery",
+    form: Annotated[str, typer.Option("--format", help="tilery; sglang or vllm: a file per N and K.")] = "tilery",
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Of sglang and vllm: also files that lack some of the 18 M.")
+    ] = False,
     json: common.Json = False,
 ) -> None:
-    """Write what was tuned: into one file for another machine to import, or into those that SGLang reads."""
+    """Write what was tuned: into one file for another machine to import, or into those that SGLang or vLLM reads."""
     from tilery.tuning import exchange
 
-    if form not in ("tilery", "sglang"):
-        raise BadInput(f"--format must be tilery or sglang, got {form!r}")
-    if form == "sglang":
-        _export_sglang(ops, to, device, json)
+    if form not in ("tilery", "sglang", "vllm"):
+        raise BadInput(f"--format must be tilery, sglang or vllm, got {form!r}")
+    if form != "tilery":
+        _export_for(form, ops, to, device, partial, json)
         return
+    if partial:
+        raise BadInput("--partial is of --format sglang and vllm, got --format tilery")
     to = to or Path("tuned.json")
     common.require_writable(to)
     found = exchange.export(to, common.chosen_ops(ops), device)
@@ -162,21 +168,39 @@ def exported(
         print(f"{count} entries of {len({each.op for each in found})} ops in {to}")
 
 
-def _export_sglang(ops: list[str] | None, to: Path | None, device: str | None, json: bool) -> None:
+def _export_for(
+    program: str, ops: list[str] | None, to: Path | None, device: str | None, partial: bool, json: bool
+) -> None:
+    """Exit 1 where no file is whole, so that none was written."""
     from tilery.tuning import sglang
 
     if strange := [op.name for op in common.chosen_ops(ops or [sglang.OP]) if op.name != sglang.OP]:
-        raise BadInput(f"--format sglang is for {sglang.OP}, got {', '.join(strange)}")
-    written, left_out = sglang.export(to, device)
+        raise BadInput(f"--format {program} is for {sglang.OP}, got {', '.join(strange)}")
+    found = sglang.export(to, device, program, partial)
     if json:
-        made = [each._asdict() | {"path": str(each.path)} for each in written]
-        common.print_json([], exported=made, left_out=left_out)
-        return
-    for each in written:
+        made, lacking = ([each._asdict() | {"path": str(each.path)} for each in files]
+                         for files in (found.written, found.partial))  # fmt: skip
+        common.print_json([], exported=made, left_out=found.left_out, partial=lacking)
+    else:
+        _print_exported(found)
+    raise typer.Exit(0 if found.written else 1)
+
+
+def _print_exported(found: "Exported") -> None:
+    for each in found.written:
         others = f", {len(each.kept)} others as they were" if each.kept else ""
-        print(f"{each.kernel}, M of {','.join(map(str, each.rows))}{others}: {each.path}")
-    for why in left_out:
+        lacking = f", without {_rows(each.missing)}" if each.missing else ""
+        print(f"{each.kernel}, M of {_rows(each.rows)}{others}{lacking}: {each.path}")
+    for why in found.left_out:
         print(f"left out: {why}")
+    for each in found.partial:
+        print(f"not written, lacks M of {_rows(each.missing)}: {each.path}\n  {each.command}")
+    if found.partial:
+        print("A file is applied to every M, by the nearest that it has; --partial writes those that lack some too.")
+
+
+def _rows(rows: list[int]) -> str:
+    return ",".join(map(str, rows))
 
 
 @configs.command("import")

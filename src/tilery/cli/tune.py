@@ -39,6 +39,9 @@ def tune(
     num_gpus: Annotated[int | None, typer.Option(min=1, help="So many GPUs, through Ray.")] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="A candidate silent for so many seconds hangs.")] = 60.0,
     config_dir: Annotated[Path | None, typer.Option(help="Where to keep what won, if not in your own folder.")] = None,
+    use: Annotated[
+        str | None, typer.Option("--for", help="sglang: fp8_matmul with what SGLang's kernels can run, for its files.")
+    ] = None,
     json: common.Json = False,
 ) -> None:  # fmt: skip
     """Find the fastest kernel and config per shape, prove it right and keep it; the same command resumes."""
@@ -48,13 +51,15 @@ def tune(
     given = common.product(n, k, m, model)
     if (case is not None or given) and len(chosen) != 1:
         raise BadInput(f"{'--N and --K are' if given else '--case is'} of one OP, got {len(chosen)}")
+    if use is not None and not given and case is None and model is None:
+        raise BadInput(f"--for {use} tunes a weight (--N and --K) or those of a --model, got neither")
     cases = common.chosen_cases(chosen[0], case, None, given) if chosen else None
     with _progress() as show:
         try:
             result = tuned_by(
                 chosen, cases=cases, shapes=shapes, model=model, tp=tp, rows=None if given else given.rows,
                 backend=backend, budget=budget, search=search, bits=bits, gpus=_numbers(gpus), num_gpus=num_gpus,
-                timeout=timeout, config_dir=config_dir, progress=show,
+                timeout=timeout, config_dir=config_dir, use=use, progress=show,
             )  # fmt: skip
         except KeyboardInterrupt:
             raise KeyboardInterrupt("what was measured is kept, and the same command goes on from there") from None
@@ -62,6 +67,8 @@ def tune(
         common.print_json(_winners(result), **_document(result))
     else:
         _print(result)
+        if use is not None and not result.not_reached:
+            common.remark("`tilery configs export --format sglang` writes the files that are whole")
     raise typer.Exit(1 if any(not done.entries for done in result.tuned) else 0)
 
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch
+
 from tilery.base.launch import Host, Launch
 from tilery.base.spec import TensorSpec, Work
 from tilery.core.call import Call
@@ -36,6 +38,10 @@ class Kernel:
     def launches(self, call: Call, config: Any) -> list[Launch | Host]:
         """What runs, in order. `call` has the outputs and the workspace too."""
         raise NotImplementedError(f"{type(self).__name__} must say what it launches")
+
+    def library(self, where: torch.device) -> str:
+        """Whose code runs on this device, if it is not ours: "cuBLAS through torch"; dispatch says so."""
+        return ""
 
     def estimate(self, call: Call, config: Any) -> Work | None:
         """The work of one block, for the tuner to leave out configs that it models at more than twice the best."""

@@ -41,6 +41,7 @@ class Plan:
     mutated: tuple[int, ...] = ()
     refusals: dict[str, str] = field(default_factory=dict)
     check: Callable[[tuple[Any, ...]], None] | None = None  # what an op checks at every call, before the launch
+    library: str = ""  # whose code runs, if it is not ours
     used: int = 0
     takes: Callable[[tuple[Any, ...]], bool] = lambda _: False  # whether a call is one of those this plan was made for
 

@@ -1,4 +1,4 @@
-"""Policy: which kernel and config a problem gets. Explicit, then tuned, then the first kernel that takes it."""
+"""Policy: which kernel and config a problem gets. Explicit, then tuned, then the first of our kernels that takes it."""
 
 import importlib
 import sys
@@ -20,6 +20,8 @@ from tilery.hardware import device
 
 if TYPE_CHECKING:
     from tilery.core.op import Op
+
+_NOT_NAMED = "takes it, but runs only where it is tuned or named: backend={!r}"  # of a library's kernel
 
 # Asked with (op, arguments, backend, config) before a new plan is decided: `tilery.tuning` tunes what is not yet tuned.
 before_plan: Callable[["Op", tuple[Any, ...], str | None, Any], None] | None = None
@@ -60,7 +62,10 @@ def _signature(config: type) -> str:
 
 
 def decide(op: "Op", call: Call, backend: str | None, config: Any) -> Plan:
-    """Explicit, then tuned for this bucket and device, then the first kernel that takes it with its default."""
+    """Explicit, then tuned for this bucket and device, then the first of our kernels that takes it with its default.
+
+    A library's kernel runs where it is named or tuned alone: no call becomes torch's unnoticed.
+    """
     if backend is not None and backend not in tuple(op.kernels):  # it may be anything, also what has no hash
         raise BadInput(f"{op.name}: backend must be one of {', '.join(op.kernels)}, got {backend!r}")
     require(config is None or backend is not None, f"{op.name}: config= needs backend=, got only config={config!r}")
@@ -79,8 +84,11 @@ def decide(op: "Op", call: Call, backend: str | None, config: Any) -> Plan:
             able(name)
     where = op.device(call)
     entry = _best_tuned(op, call, asked, able, refusals) if config is None else None
-    chosen = entry.kernel if entry is not None else next(filter(able, asked), None)
+    untuned = [name for name in asked if backend is not None or languages.is_ours(name)]
+    chosen = entry.kernel if entry is not None else next(filter(able, untuned), None)
     if chosen is None:
+        for name in asked:
+            refusals[name] = _NOT_NAMED.format(name) if able(name) else refusals[name]
         reasons = "".join(f"\n  {name}: {why}" for name, why in refusals.items())
         given = ", ".join(str(s) for s in op.specs_in(call) if isinstance(s, TensorSpec))
         raise NoBackend(f"{op.name}: no kernel takes ({given}):{reasons}")
@@ -95,6 +103,7 @@ def decide(op: "Op", call: Call, backend: str | None, config: Any) -> Plan:
     plan = Plan(
         op=op.name, kernel=chosen, config=config, source=source, device=where, outs=outs, workspace=workspace,
         launches=launches, mutated=op.mutated, refusals=refused, check=op.checks_at_calls(),
+        library=kernel.library(where),
     )  # fmt: skip
     if explain:
         print(explained(plan, op.specs_in(call)), file=sys.stderr)
@@ -140,7 +149,8 @@ def _best_tuned(
 
 def explained(plan: Plan, specs: tuple[Any, ...]) -> str:
     given = ", ".join(str(s) for s in specs)
-    lines = [f"tilery: {plan.op}({given})", f"  runs {plan.kernel} with {plan.config}, {plan.source}"]
+    kernel = f"{plan.kernel} ({plan.library})" if plan.library else plan.kernel
+    lines = [f"tilery: {plan.op}({given})", f"  runs {kernel} with {plan.config}, {plan.source}"]
     return "\n".join(lines + [f"  {name} refused: {why}" for name, why in plan.refusals.items()])
 
 

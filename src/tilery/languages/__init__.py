@@ -21,11 +21,12 @@ class Language:
     distribution: str  # what carries its version
     install: str  # the command that adds it
     glue: str  # module with what is per language and not per op
+    ours: bool = True  # False: a library's kernels. They run where named or tuned, and no table counts them as ours
 
 
-def _language(name: str, packages: str, distribution: str, extra: str = "") -> Language:
+def _language(name: str, packages: str, distribution: str, extra: str = "", ours: bool = True) -> Language:
     install = f"pip install 'tilery[{extra}]'" if extra else f"pip install {distribution}"
-    return Language(name, tuple(packages.split()), distribution, install, f"tilery.languages.{name}_glue")
+    return Language(name, tuple(packages.split()), distribution, install, f"tilery.languages.{name}_glue", ours)
 
 
 LANGUAGES = {
@@ -39,6 +40,7 @@ LANGUAGES = {
         _language("cupy", "cupy", "cupy-cuda13x", "cupy"),
         _language("numba", "numba", "numba", "numba"),
         _language("numba_cuda", "numba_cuda cuda.core", "numba-cuda", "numba-cuda"),
+        _language("vendor", "torch", "torch", ours=False),
     )
 }
 
@@ -49,6 +51,12 @@ def language(kernel: str) -> Language:
         known = ", ".join(LANGUAGES)
         raise BadInput(f"kernel {kernel!r} is of no known language ({known}): name {name!r} in LANGUAGES")
     return LANGUAGES[name]
+
+
+def is_ours(kernel: str) -> bool:
+    """Whether a kernel of this name is written here or by a third party, and not a library's."""
+    found = LANGUAGES.get(kernel.partition(".")[0])
+    return found is None or found.ours
 
 
 def load(kernel: str) -> ModuleType:

@@ -31,6 +31,11 @@ def chosen_kernels(op: Op, asked: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(k for k in op.kernels if not asked or k in asked or k.partition(".")[0] in asked)
 
 
+def timed_kernels(op: Op, asked: Sequence[str] | None) -> tuple[str, ...]:
+    """Those that a bench times: without a library's, which is the peer torch once more, unless it is asked for."""
+    return tuple(k for k in chosen_kernels(op, asked) if asked or languages.is_ours(k))
+
+
 def require_known(ops: Iterable[Op], asked: Sequence[str] | None, what: str = "backend") -> None:
     """Some op must have what was asked for."""
     kernels = list(dict.fromkeys(k for op in ops for k in op.kernels))
@@ -44,7 +49,7 @@ def place(op: Op, kernel: str) -> Place:
         return Place(reason=why)
     archs = op.kernel(kernel).archs
     cpu = torch.device("cpu")
-    if "cpu" in archs:
+    if "cpu" in archs and (archs == ("cpu",) or not torch.cuda.is_available()):
         return Place(device=cpu)
     if torch.cuda.is_available():
         where = device.default()

@@ -72,8 +72,14 @@ def is_peer(kernel: str) -> bool:
     return kernel.startswith("baseline:")
 
 
+def is_control(kernel: str) -> bool:
+    """What measures the run itself."""
+    return kernel.startswith("control:")
+
+
 def is_ours(kernel: str) -> bool:
-    return not kernel.startswith(("baseline:", "control:"))
+    """A kernel below a contract, but for a library's."""
+    return not is_peer(kernel) and not is_control(kernel) and languages.is_ours(kernel)
 
 
 def document(rows: Iterable[Row], **more: Any) -> dict[str, Any]:

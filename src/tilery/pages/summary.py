@@ -8,7 +8,7 @@ from typing import Any
 from tilery import languages
 from tilery.base.errors import BadInput
 from tilery.measure import timing
-from tilery.measure.result import BASE, CONTROL, Row, is_ours, is_peer
+from tilery.measure.result import BASE, CONTROL, Row, is_control, is_ours, is_peer
 from tilery.measure.store import Run, Store
 
 TUNE = "tune"  # the stage of a row that is a candidate of the tuner
@@ -50,7 +50,7 @@ class Found:
 
     @property
     def is_control(self) -> bool:
-        return not is_ours(self.row.kernel) and not is_peer(self.row.kernel)
+        return is_control(self.row.kernel)
 
 
 @dataclass
@@ -99,7 +99,7 @@ def styles(found: Iterable[Found]) -> list[Style]:
     spare = list(COLOURS.values())
     made = [
         Style(name, *COLOURS.get(name, spare[i % len(spare)]), marker=i, peer=False)
-        for i, name in enumerate([*languages.LANGUAGES, *others])
+        for i, name in enumerate([*filter(is_ours, languages.LANGUAGES), *others])
     ]
     peers = in_order(name for name in seen if not is_ours(name) and name != CONTROL)
     made += [Style(name, *PEER_COLOUR, marker=i, peer=True) for i, name in enumerate(peers)]

@@ -29,18 +29,20 @@ def tune(
     num_gpus: int | None = None,
     timeout: float = 60.0,
     config_dir: str | Path | None = None,
+    use: str | None = None,
     progress: "Callable[[Status], None]" = lambda status: None,
 ) -> "TuneResult":
     """Tunes an op for cases, a named set of shapes or a model (then op may be left out), and keeps what won.
 
-    `rows` are those of a model's products, if not the usual ones.
+    `rows` are those of a model's products, if not the usual ones. `use="sglang"` keeps what SGLang's kernels can run,
+    for its files alone.
     """
     from tilery.base import settings
     from tilery.tuning import request
     from tilery.tuning.tuner import Tuner
 
     work = request.work(op, cases, shapes, model, tp, rows)
-    asked = request.request(work, [backend] if isinstance(backend, str) else backend, budget, search, bits)
+    asked = request.request(work, [backend] if isinstance(backend, str) else backend, budget, search, bits, use)
     with nullcontext() if config_dir is None else settings.override(config_dir=request.folder(config_dir)):
         pool = request.pool_for(asked, gpus, num_gpus, timeout)
         try:

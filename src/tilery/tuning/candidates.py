@@ -13,6 +13,7 @@ from tilery.core.cases import specs_for
 from tilery.core.op import REGISTRY, Op
 from tilery.hardware import device
 from tilery.measure import ceilings
+from tilery.tuning import sglang
 from tilery.tuning.data import Candidate, Measured, Problem
 
 _HOPELESS = 2.0  # times the best modelled time
@@ -51,6 +52,8 @@ def collect(
             left_out += [Measured(candidate, "refused", why) for candidate in (Candidate(kernel, {}), *brought)]
             continue
         for candidate, why in _of_kernel(op, kernel, call, brought):
+            if why is None and problem.use:
+                why = sglang.refusal(candidate.kernel, candidate.config)
             if why is not None:
                 left_out.append(Measured(candidate, "refused", why))
             else:

@@ -33,6 +33,8 @@ class Problem:
     case: Case | None = None
     saved: str | None = None
     weight: float = 1.0  # what time saved here is worth
+    kernels: tuple[str, ...] = ()  # those that may win, if not all that were asked for
+    use: str = ""  # sglang: only configs that its kernels can run may win, and they are kept for its files alone
 
     def __str__(self) -> str:
         return f"{self.op} {self.case if self.case is not None else 'call'}"

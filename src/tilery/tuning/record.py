@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
 
@@ -13,6 +14,7 @@ from tilery.core.tuned import Entry
 from tilery.hardware import device
 from tilery.measure import ceilings, timing
 from tilery.measure.result import Row
+from tilery.tuning import sglang
 from tilery.tuning.candidates import dtype_of, specs_of
 from tilery.tuning.data import GOOD, Candidate, Measured, Problem
 from tilery.tuning.search import Outcome
@@ -46,13 +48,27 @@ class Recorded:
             return str(self.problem.case)
         return ",".join((*(f"{name}={value}" for name, value in self.bucket.scaled.items()), self.bucket.exact))
 
+    @property
+    def folder(self) -> Path | None:
+        """Where its entries are kept, if not where dispatch looks."""
+        return sglang.folder() if self.problem.use else None
+
     def present(self) -> list[Entry]:
-        return present(self.op, self.bucket, self.where)
+        if not self.problem.use:
+            return present(self.op, self.bucket, self.where)
+        return [e for e in sglang.entries(self.slug) if (e.exact, e.scaled) == (self.bucket.exact, self.bucket.scaled)]
 
     def imported(self) -> list[Candidate]:
-        """Configs from other devices for problems that differ from this in scaled parts alone."""
-        known, wanted = tuned.candidates(self.op, self.slug), self.bucket.exact
-        return [Candidate(kernel, config, origin) for exact, _, kernel, config, origin in known if exact == wanted]
+        """Configs from other devices for problems that differ from this in scaled parts alone.
+
+        Those for SGLang may differ in the layout of scales too: its files do not say it.
+        """
+        known, wanted = tuned.candidates(self.op, self.slug), sglang.without_layout if self.problem.use else str
+        return [
+            Candidate(kernel, config, origin)
+            for exact, _, kernel, config, origin in known
+            if wanted(exact) == wanted(self.bucket.exact) and kernel in (self.problem.kernels or (kernel,))
+        ]
 
     def roof_ms(self) -> float:
         return ceilings.ceilings(self.where).roof_ms(self.op.cost(self.call), dtype_of(self.specs))

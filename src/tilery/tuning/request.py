@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from tilery.base.spec import Case
 from tilery.core.op import REGISTRY, Op
 from tilery.hardware import device
 from tilery.measure.place import chosen_kernels, require_known
-from tilery.tuning import search
+from tilery.tuning import search, sglang
 from tilery.tuning.data import Problem
 from tilery.tuning.pool import SILENCE_S, LocalPool, Pool
 from tilery.tuning.tuner import Request
@@ -43,7 +44,7 @@ def folder(given: str | Path) -> Path:
 def device_for(op: Op, kernels: Sequence[str]) -> torch.device:
     """The GPU; the CPU where there is none, or where only its kernels were asked for."""
     where = device.default()
-    if where.type == "cuda" and any("cpu" not in op.kernel(k).archs for k in kernels if languages.missing(k) is None):
+    if where.type == "cuda" and any(op.kernel(k).archs != ("cpu",) for k in kernels if languages.missing(k) is None):
         return where
     return torch.device("cpu")
 
@@ -89,7 +90,9 @@ def request(
     budget: str | float,
     how: str = "halving",
     bits: str = "any",
+    use: str | None = None,
 ) -> Request:
+    """`use`: what the configs are for, if not for dispatch: sglang."""
     budget_s = seconds(budget)
     require(how in search.SEARCHES, f"search must be one of {', '.join(search.SEARCHES)}, got {how!r}")
     require(bits in search.BITS, f"bits must be one of {', '.join(search.BITS)}, got {bits!r}")
@@ -106,8 +109,37 @@ def request(
         weights = [*worth, *[1.0] * (len(given) - len(worth))]
         problems += [Problem(op.name, str(where), case, weight=w) for case, w in zip(given, weights)]
     require(bool(problems), "there must be a case to tune, got none: name one with --case or --shapes")
+    if use is not None:
+        require(use == sglang.USE, f"what configs are for must be {sglang.USE}, got {use!r}")
+        problems = _for_sglang(problems, kernels)
     ordered = sorted(problems, key=lambda problem: -problem.weight)
     return Request(tuple(ordered), kernels, budget_s, how, bits)
+
+
+def _for_sglang(problems: Sequence[Problem], kernels: dict[str, tuple[str, ...]]) -> list[Problem]:
+    """A problem for each of SGLang's kernels, its scales as that kernel is given them; the most valuable file first."""
+    require(
+        {p.op for p in problems} == {sglang.OP}, f"for {sglang.USE} only {sglang.OP} is tuned, got {', '.join(kernels)}"
+    )
+    asked = [kernel for kernel in sglang.SCALES if kernel in kernels[sglang.OP]]
+    require(
+        bool(asked), f"{sglang.USE} has kernels in {' and '.join(sglang.SCALES)}, got {', '.join(kernels[sglang.OP])}"
+    )
+    found: dict[tuple[int, int], list[Problem]] = {}
+    for problem in problems:
+        assert problem.case is not None, "what is asked for by name has a case"
+        params = problem.case.params
+        strange = {name: value for name, value in params.items() if sglang.CASE.get(name, value) != value}
+        require(not strange, f"{sglang.USE} multiplies e4m3 by e4m3 to bf16, got {problem.case}")
+        found.setdefault((params["n"], params["k"]), []).append(problem)
+    made = []
+    for group in found.values():
+        worth = sum(problem.weight for problem in group)
+        for kernel in asked:
+            for problem in sorted(group, key=lambda p: p.case.params["m"] if p.case else 0):
+                case = Case((problem.case.params if problem.case else {}) | {"scales": sglang.SCALES[kernel]})
+                made.append(replace(problem, case=case, weight=worth, kernels=(kernel,), use=sglang.USE))
+    return made
 
 
 def _of_model(model: str, tp: int, ops: Sequence[Op], rows: Sequence[int] | None) -> list[Work]:

@@ -1,7 +1,7 @@
-"""SGLang's files of tuned fp8 products: written from what was tuned here, read as candidates (docs/sglang.md).
+"""SGLang's and vLLM's files of tuned fp8 products: written from what was tuned here, read as candidates.
 
-One file per N, K and GPU, keyed by M. Its TileLang wrapper and its Triton kernel read files of the same name, of other
-fields and from other folders.
+One file per N, K and GPU, keyed by M (docs/sglang.md). SGLang's TileLang wrapper and its Triton kernel read files of
+the same name, of other fields and from other folders. vLLM's are those of Triton under another name.
 """
 
 import json
@@ -13,21 +13,35 @@ from typing import Any, NamedTuple
 from tilery.base import settings
 from tilery.base.errors import BadInput, BadTunedFile
 from tilery.base.spec import Case
-from tilery.core import tuned_files
+from tilery.core import tuned, tuned_files
 from tilery.core.cases import call_for
 from tilery.core.op import REGISTRY
 from tilery.core.tuned_files import MEND, Document, Entry
+from tilery.models.steps import PRODUCT_ROWS
 from tilery.tuning import kept
 
 OP = "fp8_matmul"
-FOLDER = Path("sglang")
+USE = "sglang"  # what `tune --for` calls it
+CASE = {"dtype": "e4m3", "dtype_b": "e4m3", "out": "bf16"}  # what their products are
+SCALES = {"triton": "row", "tilelang": "column"}  # how each of SGLang's kernels is given the scales of tokens
 VARIANTS = ("base", "swapAB", "splitK", "splitK_swapAB")
-_FILE = "N={n},K={k},device_name={device},dtype=fp8_w8a8,block_shape=[128, 128].json"
-_NAME = re.compile(r"N=(\d+),K=(\d+),device_name=([^,]+),dtype=fp8_w8a8,block_shape=\[128, 128\]\.json")
+_FILE = "N={n},K={k},device_name={device},dtype=fp8_w8a8,block_shape=[128,{space}128].json"
+_NAME = re.compile(r"N=(\d+),K=(\d+),device_name=([^,]+),dtype=fp8_w8a8,block_shape=\[128,( ?)128\]\.json")
 _EXACT = re.compile(r"n=(\d+),k=(\d+),e4m3,e4m3,bf16,(row|column)")  # what SGLang's products are
 _SAID = {"out_dtype": "bfloat16", "accum_dtype": "float32"}  # a file may say so, and nothing else
 
 Rows = dict[int, dict[str, Any]]  # by M, the fields as SGLang has them
+
+
+class Program(NamedTuple):
+    """Who reads files: what it is called, the languages of its kernels, and how it writes a list."""
+
+    name: str
+    kernels: tuple[str, ...]
+    space: str
+
+
+PROGRAMS = {"sglang": Program("SGLang", ("tilelang", "triton"), " "), "vllm": Program("vLLM", ("triton",), "")}
 
 
 @dataclass(frozen=True)
@@ -64,58 +78,132 @@ _FORMS = {  # by kernel, which is also the folder's name
 class Written(NamedTuple):
     path: Path
     kernel: str
-    rows: list[int]  # the M that were written
+    rows: list[int]  # the M that were tuned here
     kept: list[int]  # those that the file had and that are not tuned here
+    missing: list[int] = []  # noqa: RUF012  of the M that a whole file has
+    command: str = ""  # what tunes those
 
 
-def export(to: Path | None, slug: str | None = None) -> tuple[list[Written], list[str]]:
-    """Writes a file per kernel, N, K and GPU; of one device, or of all. What SGLang cannot express is said.
+class Exported(NamedTuple):
+    written: list[Written]
+    left_out: list[str]  # what the program cannot express
+    partial: list[Written]  # files that were not written, as some M are missing
 
-    In a file that is there the M that are tuned here are replaced. If one cannot be read, nothing is written.
+
+def refusal(kernel: str, config: dict[str, Any]) -> str | None:
+    """Why SGLang's and vLLM's kernels cannot run a config that ours can."""
+    parts = config.get("split_k", 1)
+    if kernel == "triton" and parts > 1:
+        return f"triton cuts K in {parts} parts, which SGLang's Triton kernel cannot"
+    return None
+
+
+def export(to: Path | None, slug: str | None = None, program: str = "sglang", partial: bool = False) -> Exported:
+    """Writes a file per kernel, N, K and GPU; of one device, or of all.
+
+    A program takes the row of the nearest M, so that a file with a few of them is worse than none: unless `partial`,
+    only files that have all of `PRODUCT_ROWS` are written. In a file that is there the M that are tuned here are
+    replaced. If one cannot be read, nothing is written.
     """
-    found, left_out = _collect(slug)
+    reader = PROGRAMS[program]
+    found, left_out = _collect(slug, reader)
     if not found:
         where, why = f" on {slug}" if slug else "", f": {'; '.join(left_out)}" if left_out else ""
-        raise BadInput(f"nothing that SGLang reads is tuned{where}: {OP} by {' or '.join(_FORMS)}, to bf16{why}")
+        kernels = " or ".join(reader.kernels)
+        raise BadInput(f"nothing that {reader.name} reads is tuned{where}: {OP} by {kernels}, to bf16{why}")
     texts: list[tuple[Written, str]] = []
     for (kernel, file), rows in found.items():
-        path = folder_of(kernel, to) / file
+        path = _folder_of(kernel, to, program) / file
         before = {m: fields for m, (fields, _) in _read(path, kernel).items()} if path.exists() else {}
         merged = {str(m): fields for m, fields in sorted((before | rows).items())}
-        written = Written(path, kernel, sorted(rows), sorted(set(before) - set(rows)))
+        missing = [m for m in PRODUCT_ROWS if str(m) not in merged]
+        command = _command(file, kernel, missing) if missing else ""
+        written = Written(path, kernel, sorted(rows), sorted(set(before) - set(rows)), missing, command)
         texts.append((written, json.dumps(merged, indent=4) + "\n"))
-    for written, text in texts:
+    chosen = [(written, text) for written, text in texts if partial or not written.missing]
+    for written, text in chosen:
         tuned_files.write_text(written.path, text)
-    return [written for written, _ in texts], left_out
+    skipped = [] if partial else [written for written, _ in texts if written.missing]
+    return Exported([written for written, _ in chosen], left_out, skipped)
 
 
-def folder_of(kernel: str, to: Path | None) -> Path:
-    """In `to` a folder each; if that is not given, TileLang's where SGLang is told to look for them."""
+def _command(file: str, kernel: str, missing: list[int]) -> str:
+    match = _NAME.fullmatch(file)
+    assert match is not None, "it is a file of ours"
+    rows = "" if len(missing) == len(PRODUCT_ROWS) else f" --M {','.join(map(str, missing))}"
+    return f"tilery tune {OP} --for {USE} --backend {kernel} --N {match[1]} --K {match[2]}{rows}"
+
+
+def _folder_of(kernel: str, to: Path | None, program: str) -> Path:
+    """In `to` a folder each for SGLang's kernels; if that is not given, TileLang's where SGLang is told to look."""
     told = settings.get().sglang_dir
-    return told if to is None and kernel == "tilelang" and told is not None else (to or FOLDER) / kernel
+    if to is None and kernel == "tilelang" and told is not None:
+        return told
+    base = to or Path(program)
+    return base / kernel if len(PROGRAMS[program].kernels) > 1 else base
 
 
-def _collect(slug: str | None) -> tuple[dict[tuple[str, str], Rows], list[str]]:
-    """By kernel and file name what to write for every M; and in words what cannot be written."""
+def _collect(slug: str | None, reader: Program) -> tuple[dict[tuple[str, str], Rows], list[str]]:
+    """By kernel and file name what to write for every M; and in words what cannot be written.
+
+    What was tuned for SGLang goes first, then what dispatch uses; of either, scales in the layout that it has.
+    """
     op = REGISTRY[OP]
-    slugs = sorted({file.device for file in kept.files([op]) if file.owner != kept.CANDIDATES})
-    entries = [entry for name in slugs if slug in (None, name) for _, entry in kept.used(op, name)]
+    slugs = sorted({file.device for file in kept.files([op]) if file.owner != kept.CANDIDATES} | _slugs())
+    chosen = [name for name in slugs if slug in (None, name)]
+    own = [entry for name in chosen for entry in entries(name)]
+    others = [entry for name in chosen for _, entry in kept.used(op, name)]
     found: dict[tuple[str, str], Rows] = {}
     refused: dict[tuple[str, str, int], str] = {}
-    for entry in sorted(entries, key=lambda e: (not e.exact.endswith(",row"), e.rank)):  # SGLang has scales in rows
+    for entry in (*sorted(own, key=_preferred), *sorted(others, key=_preferred)):
         match = _EXACT.fullmatch(entry.exact)
-        if entry.kernel not in _FORMS or match is None or not entry.scaled["m"]:
+        if entry.kernel not in reader.kernels or match is None or not entry.scaled["m"]:
             continue
         n, k, m = int(match[1]), int(match[2]), entry.scaled["m"]
-        file = entry.kernel, _FILE.format(n=n, k=k, device=entry.device.replace(" ", "_"))
-        parts = entry.config.get("split_k", 1)
-        if entry.kernel == "triton" and parts > 1:
-            why = f"triton cuts K in {parts} parts, which SGLang's Triton kernel cannot"
+        name = _FILE.format(n=n, k=k, device=entry.device.replace(" ", "_"), space=reader.space)
+        file = entry.kernel, name
+        if why := refusal(entry.kernel, entry.config):
             refused.setdefault((*file, m), f"M={m}, N={n}, K={k}: {why}")
         else:
             found.setdefault(file, {}).setdefault(m, _fields(entry, 2 * m * n * k))
     taken = {(*file, m) for file, rows in found.items() for m in rows}
     return found, [why for key, why in refused.items() if key not in taken]
+
+
+def _preferred(entry: Entry) -> tuple[bool, int]:
+    return not entry.exact.endswith(f",{SCALES.get(entry.kernel, '')}"), entry.rank
+
+
+def without_layout(exact: str) -> str:
+    """A bucket's exact part but for the layout of scales."""
+    return exact.rpartition(",")[0]
+
+
+# What was tuned for SGLang: dispatch never looks there, as our own kernels may have a faster config
+
+
+def folder() -> Path:
+    return settings.get().config_dir / USE
+
+
+def entries(slug: str) -> list[Entry]:
+    """What was tuned for SGLang on a device: the user's buckets, then shipped ones."""
+    op, found = REGISTRY[OP], list[Entry]()
+    for path in (folder() / OP / f"{slug}.json", _shipped() / f"{slug}.json"):
+        read = tuned_files.read(path, OP, slug)
+        for entry in read:
+            tuned.require_kernel(op, entry, path)
+        taken = {entry.bucket for entry in found}
+        found += [entry for entry in read if entry.bucket not in taken]
+    return found
+
+
+def _shipped() -> Path:
+    return REGISTRY[OP].folder / "tuned" / USE
+
+
+def _slugs() -> set[str]:
+    return {path.stem for place in (folder() / OP, _shipped()) for path in place.glob("*.json")}
 
 
 def _fields(entry: Entry, flops: int) -> dict[str, Any]:
@@ -168,11 +256,12 @@ def document(path: Path) -> Document:
     """What a file holds, as entries without evidence: what it does not say is 0 or empty."""
     match = _NAME.fullmatch(path.name)
     if match is None:
-        wanted = _FILE.format(n=4096, k=8192, device="NVIDIA_H200")
+        wanted = _FILE.format(n=4096, k=8192, device="NVIDIA_H200", space=" ")
         raise BadTunedFile(f"{path}:1: SGLang's file must be named as {wanted}, got {path.name}; rename it")
     n, k, name = int(match[1]), int(match[2]), match[3].replace("_", " ")
+    program = next(each.name for each in PROGRAMS.values() if each.space == match[4])
     kernel = _kernel_of(path)
-    op, entries = REGISTRY[OP], []
+    op, made = REGISTRY[OP], []
     for m, (fields, line) in _read(path, kernel).items():
         case = Case({"m": m, "n": n, "k": k, "dtype": "e4m3"})
         try:
@@ -180,12 +269,12 @@ def document(path: Path) -> Document:
         except BadInput as error:
             raise BadTunedFile(f"{path}:{line}: {error}; {MEND}") from None
         bucket, ms = op.bucket(call), float(fields.get("latency_ms", 0.0))
-        entries.append(Entry(
+        made.append(Entry(
             kernel=kernel, exact=bucket.exact, scaled=bucket.scaled, config=_config(kernel, fields), ms=ms,
             interval=[ms, ms], error=0.0, bit_identical=False, registers=None, spills=None, roof=0.0, versions={},
-            device=f"{name} (SGLang, {kernel})", when="", case=case.params, line=line,
+            device=f"{name} ({program}, {kernel})", when="", case=case.params, line=line,
         ))  # fmt: skip
-    return Document(OP, re.sub(r"[^a-z0-9]+", "_", name.lower()), tuple(entries))
+    return Document(OP, re.sub(r"[^a-z0-9]+", "_", name.lower()), tuple(made))
 
 
 def _kernel_of(path: Path) -> str:

@@ -94,7 +94,8 @@ class _Task:
         self.deadline = 0.0
         where = self.recorded.where
         self.versions = {f"{k} {n}": v for k in kernels for n, v in tuned.versions(k, where).items()}
-        self.key = journal.key_of(self.op.name, self.recorded.slug, self.recorded.name, self.recorded.specs, kernels)
+        named = (self.op.name, self.recorded.slug, self.recorded.name, self.recorded.specs, kernels)
+        self.key = journal.key_of(*named, *([problem.use] if problem.use else []))
         self.jobs: list[Job] = []
         self.seen: set[str] = set()
         self.best: Measured | None = None
@@ -129,7 +130,7 @@ class Tuner:
 
     def run(self) -> TuneResult:
         """Raises what stopped it; what was finished until then is kept, and the same request goes on from there."""
-        tasks = [_Task(p, self.request.kernels[p.op]) for p in self.request.problems]
+        tasks = [_Task(p, p.kernels or self.request.kernels[p.op]) for p in self.request.problems]
         self._tasks, self._waiting = tasks, deque(tasks)
         self._journals = self._opened(tasks)
         self._recorder = Recorder(self.store, sorted({t.recorded.where for t in tasks}, key=str), "tuning")
@@ -287,7 +288,7 @@ class Tuner:
             if outcome.ranked:
                 done.entries = task.recorded.entries(outcome, task.kernels)
                 try:
-                    done.path = tuned.write(task.op, task.recorded.slug, done.entries)
+                    done.path = tuned.write(task.op, task.recorded.slug, done.entries, task.recorded.folder)
                 except NotWritten as error:
                     raise NotWritten(f"{error}. What was measured is kept: the same command goes on from it") from None
             self._recorder.add(*task.recorded.rows(outcome, task.left_out))

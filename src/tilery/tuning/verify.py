@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tilery import languages
 from tilery.base.errors import BadTunedFile
 from tilery.base.spec import Case
 from tilery.core import policy, tuned
@@ -210,7 +211,8 @@ def _refused(group: Group, item: Item) -> bool:
 def _untuned(group: Group) -> Item | None:
     """What dispatch would take without tuned data."""
     op, call = group.op, group.op.call(group.specs)
-    kernel = next((name for name in op.asked(call) if policy.refusal(op, name, call) is None), None)
+    ours = filter(languages.is_ours, op.asked(call))
+    kernel = next((name for name in ours if policy.refusal(op, name, call) is None), None)
     if kernel is None:
         return None
     config = dataclasses.asdict(op.kernel(kernel).default(call))

@@ -105,6 +105,30 @@ DISPATCH.add(
     "test_op.py::test_bad_input_is_named",
 )
 DISPATCH.add(
+    "untuned-call-becomes-torchs",
+    "untuned = [name for name in asked if backend is not None or languages.is_ours(name)]",
+    "untuned = list(asked)",
+    "test_vendor.py::test_where_every_other_kernel_refuses_it_is_named_and_does_not_run",
+)
+DISPATCH.add(
+    "vendor-not-left-out",
+    'return None if settings.get().vendor else "TILERY_VENDOR=0 leaves it out"',
+    "return None",
+    "test_vendor.py::test_a_setting_leaves_it_out",
+)
+DISPATCH.add(
+    "torchs-precision-stays-changed",
+    "    finally:\n        switch.set(before)",
+    "    finally:\n        pass",
+    "test_vendor.py::test_the_setting_of_precision_is_the_callers_again",
+)
+DISPATCH.add(
+    "vendor-under-autograd",
+    "        with _below_autograd():\n            function(*resolved(values))",
+    "        function(*resolved(values))",
+    "test_vendor.py::test_gradients_go_through_what_is_tuned",
+)
+DISPATCH.add(
     "light-launch-shown",
     "return max(made, key=lambda artifact: (artifact.spills or 0, artifact.registers or 0))",
     "return made[0]",

@@ -160,6 +160,18 @@ LADDER.add(
     "blocks = min(blocks.most, kernel.resident())",
     "test_ladder.py::test_launches_a_block_for_every_tile_or_as_many_as_run",
 )
+CLI.add(
+    "vendor-counted-as-ours",
+    "return not is_peer(kernel) and not is_control(kernel) and languages.is_ours(kernel)",
+    "return not is_peer(kernel) and not is_control(kernel)",
+    "test_vendor.py::test_tables_do_not_count_it",
+)
+CLI.add(
+    "vendor-timed-beside-torch",
+    "return tuple(k for k in chosen_kernels(op, asked) if asked or languages.is_ours(k))",
+    "return chosen_kernels(op, asked)",
+    "test_vendor.py::test_a_bench_times_it_where_it_is_asked_for",
+)
 LADDER.add(
     "wrong-rung-passes",
     "    row.error, row.max_diff = found.error, found.largest\n    if why is not None:",

@@ -105,3 +105,33 @@ SETTINGS.add(
     "        pass",
     "test_settings.py::test_override_ends_with_its_block",
 )
+TUNED.add(
+    "partial-file-written",
+    "chosen = [(written, text) for written, text in texts if partial or not written.missing]",
+    "chosen = texts",
+    "test_sglang.py::test_only_whole_files_are_written_and_what_is_missing_is_said",
+)
+TUNED.add(
+    "split-k-tuned-for-sglang",
+    "            if why is None and problem.use:\n",
+    "            if why is None and not problem.use:\n",
+    "test_sglang.py::test_split_k_in_triton_is_no_candidate_and_what_won_is_kept_for_sglang",
+)
+TUNED.add(
+    "sglangs-configs-in-dispatch",
+    "return sglang.folder() if self.problem.use else None",
+    "return None",
+    "test_sglang.py::test_split_k_in_triton_is_no_candidate_and_what_won_is_kept_for_sglang",
+)
+TUNED.add(
+    "sglangs-files-not-tried-for-it",
+    "sglang.without_layout if self.problem.use else str",
+    "str",
+    "test_sglang.py::test_sglangs_own_files_are_tried_when_it_is_tuned_for",
+)
+TUNED.add(
+    "vllms-name-has-a-space",
+    'Program("vLLM", ("triton",), "")',
+    'Program("vLLM", ("triton",), "  ")',
+    "test_sglang.py::test_vllms_files_are_tritons_under_its_name",
+)

@@ -13,6 +13,8 @@ from tilery.ops.fp8_matmul.call import Fp8MatmulCall
 from tilery.ops.quantize import formats
 
 MULTIPLE = 16  # of K
+# What cases declare of torch's product: fp8 of one format, columns in sixteens, rows scaled to bf16 alone.
+E4M3, SIXTEEN, BF16 = ({"vendor": words} for words in ("must be e4m3", "multiple", "to bf16 alone"))
 
 
 def check(call: Fp8MatmulCall) -> None:
@@ -68,31 +70,43 @@ _of_each_row = Saved(lambda scale, rows: scale.view(-1, 1).expand(rows, 1).conti
 @op(
     check=check, outputs=contract.outputs, cost=contract.cost, bucket=bucket, inputs=inputs, allowed=contract.ALLOWED,
     call_type=Fp8MatmulCall,
-    kernels={"numba": "numba_kernels:fp8_gemm", "triton": "triton_kernels:fp8_gemm"},
+    kernels={
+        "numba": "numba_kernels:fp8_gemm", "triton": "triton_kernels:fp8_gemm",
+        "vendor": "vendor_kernels:fp8_matmul_rowwise",
+    },
     baselines=baselines(torch=_torch, cublaslt=_cublaslt),
     model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears() if layer.k % MULTIPLE == 0],
     cases={
         "test": [
-            case(m=128, n=256, k=192, dtype="e4m3", out="fp16"),
+            case(BF16, m=128, n=256, k=192, dtype="e4m3", out="fp16"),
             case(m=128, n=256, k=192, dtype="e4m3", out="bf16"),
             case(m=64, n=128, k=256, dtype="e4m3", out="fp32", scales="tensor", scales_b="tensor"),
-            case(m=64, n=128, k=128, dtype="e5m2", out="fp32", scales_b="tensor"),
-            case(m=33, n=130, k=272, dtype="e5m2", dtype_b="e5m2", out="fp16", scales="tensor"),
-            case(m=65, n=129, k=16, dtype="e4m3", dtype_b="e5m2", out="fp32"),  # odd rows, less than a block of K
-            case(m=1, n=200, k=144, dtype="e4m3", out="bf16"),  # one row
-            case(m=1, n=1, k=16, dtype="e4m3", out="fp32"),
+            case(E4M3, m=64, n=128, k=128, dtype="e5m2", out="fp32", scales_b="tensor"),
+            case(E4M3, m=33, n=130, k=272, dtype="e5m2", dtype_b="e5m2", out="fp16", scales="tensor"),
+            case(E4M3, m=65, n=129, k=16, dtype="e4m3", dtype_b="e5m2", out="fp32"),  # odd rows, less than a block of K
+            case(SIXTEEN, m=1, n=200, k=144, dtype="e4m3", out="bf16"),  # one row
+            case(SIXTEEN, m=1, n=1, k=16, dtype="e4m3", out="fp32"),
             case(m=0, n=64, k=128, dtype="e4m3", out="bf16"),  # nothing to launch
-            case(m=64, n=0, k=128, dtype="e4m3", out="fp16"),
-            case(m=40, n=24, k=0, dtype="e4m3", out="fp32"),  # a sum of nothing is zero
-            case(m=40, n=24, k=0, dtype="e4m3", out="fp16", special_scale="nan"),
-            case(m=33, n=64, k=80, dtype="e4m3", out="fp16", layout="padded", layout_b="padded"),
-            case(m=17, n=40, k=144, dtype="e4m3", out="fp32", layout="misaligned", layout_b="misaligned"),
-            case(m=3, n=32, k=64, dtype="e4m3", out="fp16", layout="far"),  # more than 2**31 bytes from first to last
-            case(m=16, n=3, k=64, dtype="e4m3", out="fp32", layout_b="far"),
-            case(m=32, n=64, k=128, dtype="e4m3", out="fp32", special="nan"),
-            case(m=32, n=64, k=128, dtype="e5m2", out="fp16", special="inf"),
-            case(m=32, n=64, k=256, dtype="e4m3", out="fp16", special_scale="nan"),
-            case(m=32, n=64, k=256, dtype="e4m3", out="fp32", special_scale="zero"),
+            case(BF16, m=64, n=0, k=128, dtype="e4m3", out="fp16"),
+            case(SIXTEEN, m=40, n=24, k=0, dtype="e4m3", out="fp32"),  # a sum of nothing is zero
+            case(SIXTEEN, m=40, n=24, k=0, dtype="e4m3", out="fp16", special_scale="nan"),
+            case(BF16, m=33, n=64, k=80, dtype="e4m3", out="fp16", layout="padded", layout_b="padded"),
+            case(SIXTEEN, m=17, n=40, k=144, dtype="e4m3", out="fp32", layout="misaligned", layout_b="misaligned"),
+            case(BF16, m=3, n=32, k=64, dtype="e4m3", out="fp16", layout="far"),  # more than 2**31 bytes apart
+            case(SIXTEEN, m=16, n=3, k=64, dtype="e4m3", out="fp32", layout_b="far"),
+            case(BF16, m=32, n=64, k=128, dtype="e4m3", out="fp32", special="nan"),
+            case(E4M3, m=32, n=64, k=128, dtype="e5m2", out="fp16", special="inf"),
+            case(BF16, m=32, n=64, k=256, dtype="e4m3", out="fp16", special_scale="nan"),
+            case(BF16, m=32, n=64, k=256, dtype="e4m3", out="fp32", special_scale="zero"),
+            # What torch's product takes too.
+            case(m=48, n=144, k=80, dtype="e4m3", out="fp16", scales="tensor", scales_b="tensor"),
+            case(m=1, n=208, k=144, dtype="e4m3", out="bf16"),
+            case(m=40, n=32, k=0, dtype="e4m3", out="bf16"),
+            case(m=33, n=64, k=80, dtype="e4m3", out="bf16", layout="padded", layout_b="padded"),
+            case(m=3, n=32, k=64, dtype="e4m3", out="bf16", layout="far"),
+            case(m=32, n=64, k=128, dtype="e4m3", out="bf16", special="nan"),
+            case(m=32, n=64, k=256, dtype="e4m3", out="bf16", special_scale="nan"),
+            case(m=32, n=64, k=256, dtype="e4m3", out="bf16", special_scale="zero"),
         ],
         "bench": [case(m=m, n=4096, k=4096, dtype="e4m3") for m in (16, 4096)],
         "bench_cpu": [case(m=512, n=1024, k=1024, dtype="e4m3", out="fp32"), case(m=16, n=4096, k=1024, dtype="e4m3")],

@@ -86,6 +86,7 @@ def model_sizes(model: "Model") -> list[dict[str, int]]:
         "cuda.hopper": "tilery.ops.matmul.cuda.hopper:gemm",
         "triton": "tilery.ops.matmul.triton.batched:bmm",
         "cutile": "tilery.ops.matmul.cutile.batched:bmm",
+        "vendor": "vendor_kernels:bmm",
     },
     baselines=baselines(torch=torch.bmm, compile=Compiled(torch.bmm)), model_sizes=model_sizes,
     backward=_backward,

@@ -87,6 +87,7 @@ def _torch(a: Tensor, b: Tensor, precision: str) -> Tensor:
         "cuda": "tilery.ops.matmul.cuda.cp_async:matmul",
         "cupy": "cupy_kernels:matmul",
         "numba_cuda": "numba_cuda_kernels:matmul",
+        "vendor": "vendor_kernels:matmul",
     },
     baselines=baselines(
         torch=contract.peer(_torch), tilegym=lambda a, b, precision: load("tilegym.ops").matmul(a, b)

@@ -71,6 +71,7 @@ def _torch(a: Tensor, b: Tensor, c: Tensor, alpha: float, beta: float, precision
         "numba": "tilery.ops.matmul.numba.gemm:gemm",
         "cuda.hopper": "tilery.ops.matmul.cuda.hopper:gemm",
         "triton": "tilery.ops.matmul.triton.gemm:gemm",
+        "vendor": "vendor_kernels:matmul_add",
     },
     baselines=baselines(torch=contract.peer(_torch), compile=contract.peer(Compiled(_torch))),
     model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears()],
