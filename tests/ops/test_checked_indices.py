@@ -76,6 +76,10 @@ WRONG = {
         lambda: tilery.grouped_matmul(torch.ones(5, 4), torch.ones(2, 4, 3), int32(2, 6)),
         r"grouped_matmul: offsets\[1\] must be from 0 to 5, got 6",
     ),
+    "grouped_matmul_backward": (
+        lambda: tilery.grouped_matmul_backward(torch.ones(5, 3), torch.ones(5, 4), int32(-1, 5)),
+        r"grouped_matmul_backward: offsets\[0\] must be from 0 to 5, got -1",
+    ),
 }
 
 

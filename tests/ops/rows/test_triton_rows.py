@@ -30,6 +30,7 @@ PROBLEMS = [
     ("silu_mul_packed_backward", {}),
     ("relu_squared", {}),
     ("relu_squared_backward", {}),
+    ("activation_backward", {"activation": "gelu"}),
     ("cast", {"to": "fp32"}),
     ("dropout", {}),
     ("embedding", {"v": 7, "outside": True}),
@@ -111,7 +112,16 @@ ACCESS = re.compile(r"(@!?%p\d+ )?(?:ld|st)\.global")
 @pytest.mark.parametrize(("n", "masked"), [(2048, False), (2040, True)])
 @pytest.mark.parametrize(
     "op",
-    ["silu_mul", "silu_mul_backward", "relu_squared", "relu_squared_backward", "cast", "dropout", "dequantize_fp8"],
+    [
+        "silu_mul",
+        "silu_mul_backward",
+        "relu_squared",
+        "relu_squared_backward",
+        "activation_backward",
+        "cast",
+        "dropout",
+        "dequantize_fp8",
+    ],
 )
 def test_only_ragged_blocks_are_masked(op, n, masked, compiler):
     problem = case(m=1, n=n, dtype="bf16")
