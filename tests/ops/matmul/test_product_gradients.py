@@ -29,7 +29,7 @@ CASES = [
     ("grouped_matmul", {**SIZES, "experts": 3, "layout": "padded", "layout_b": "misaligned"}),
     ("grouped_matmul", {**SIZES, "experts": 6, "sizes": "0+7+0+1+20+0"}),  # the last five rows are in no group
 ]  # fmt: skip
-ASKED = [name for name in dict.fromkeys(name for name, _ in CASES)]
+ASKED = list(dict.fromkeys(name for name, _ in CASES))
 # Whose kernels run in the backward: one language's, or, on a GPU, those that dispatch takes.
 BACKENDS = ["numba", "triton", pytest.param(None, marks=pytest.mark.gpu)]
 
