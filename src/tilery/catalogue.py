@@ -18,6 +18,7 @@ OPS = {
     "dequantize_fp8": "quantize.dequantize_fp8",
     "dropout": "memory.dropout",
     "embedding": "memory.embedding",
+    "embedding_backward": "memory.embedding",
     "fp8_matmul": "fp8_matmul.fp8_matmul",
     "fp8_matmul_rowwise": "fp8_matmul.fp8_matmul_rowwise",
     "fused_linear_cross_entropy": "losses.fused_linear_cross_entropy",

@@ -62,7 +62,7 @@ def mended(op: Op, params: dict[str, Any], r: random.Random) -> dict[str, Any]:
     elif op.name == "topk_softmax":
         p["n"] = min(p["n"], 1024)
         p["k"] = min(max(p["k"], 1), p["n"])
-    elif op.name == "embedding":
+    elif op.name in ("embedding", "embedding_backward"):
         p["outside"] = bool(p.get("outside")) and p["m"] > 0
     return p
 

@@ -1,4 +1,4 @@
-"""Bugs in gradients of products: what backwards ask of which op, and the kernels of those that are theirs alone."""
+"""Bugs in gradients of products and embedding: what backwards ask of which op, and the kernels that are theirs alone."""
 
 from mutations.mutation import Layer, case
 
@@ -88,6 +88,12 @@ NUMBA.add(
     "for i in range(thread, k, threads):",
     case("grouped_matmul_backward", "numba", WRONG_ENDS.format("falls")),
 )
+NUMBA.add(
+    "only-the-first-column-block-of-a-tables-gradient",
+    "source = at(dy, t * stride + start, dtype)\n                    for j",
+    "source = at(dy, t * stride, dtype)\n                    for j",
+    "test_embedding_backward.py::test_rows_longer_than_a_block",
+)
 
 # Triton
 
@@ -120,4 +126,16 @@ TRITON.add(
     "db_ptr += group.to(tl.int64) * K * N",
     "db_ptr += group.to(tl.int64) * 0",
     case("grouped_matmul_backward", "triton", UNEVEN),
+)
+TRITON.add(
+    "an-id-counted-once-a-block",
+    "place = tl.min(tl.where(own & (places > place), places, IDS), 0)",
+    "place = IDS",
+    case("embedding_backward", "triton", "m=40,n=1000,v=7,dtype=fp32"),
+)
+TRITON.add(
+    "ids-that-do-not-exist-compared",
+    "mask=places < m - first, other=-1) == row",
+    "mask=places < m - first, other=0) == row",
+    "test_embedding_backward.py::test_ids_of_no_row_add_nothing",
 )

@@ -34,6 +34,7 @@ PROBLEMS = [
     ("cast", {"to": "fp32"}),
     ("dropout", {}),
     ("embedding", {"v": 7, "outside": True}),
+    ("embedding_backward", {"v": 3, "outside": True}),
     ("dequantize_fp8", {}),
     ("dequantize_fp8", {"per": "block"}),
     ("quantize_fp8", {"per": "group"}),
