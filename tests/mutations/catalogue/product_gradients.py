@@ -1,4 +1,4 @@
-"""Bugs in gradients of products and embedding: what backwards ask of which op, and the kernels that are theirs alone."""
+"""Bugs in gradients of products and of embedding: what backwards ask of which op, and the kernels of their own."""
 
 from mutations.mutation import Layer, case
 
