@@ -1,5 +1,6 @@
 """The README says what is so."""
 
+import csv
 import pathlib
 import re
 import subprocess
@@ -51,3 +52,15 @@ def test_the_example_prints_its_source_without_a_gpu():
     done = subprocess.run([sys.executable, str(ROOT / "examples" / "gemm.py")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "__global__" in done.stdout and "There is no CUDA GPU here" in done.stdout
+
+
+def test_the_small_transformer_trains_as_torchs_does(tmp_path):
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, str(ROOT / "examples" / "train_small.py"), "--steps", "3", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "right" in done.stdout, done.stdout + done.stderr
+    with open(tmp_path / "train_small.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    first, last = rows[0], rows[-1]
+    assert [row["step"] for row in rows] == ["1", "2", "3"] and float(last["Tilery"]) < float(first["Tilery"]) - 0.5
+    assert "<svg" in (tmp_path / "train_small.svg").read_text()

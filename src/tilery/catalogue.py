@@ -1,6 +1,7 @@
 """Every op and the module of its contract, below tilery.ops. Names alone: importing this imports no torch."""
 
 OPS = {
+    "activation_backward": "matmul.activation_backward",
     "add_rms_norm": "norms.add_rms_norm",
     "add_rms_norm_backward": "norms.add_rms_norm",
     "add_rms_norm_fp8": "norms.add_rms_norm_fp8",
@@ -17,6 +18,7 @@ OPS = {
     "dequantize_fp8": "quantize.dequantize_fp8",
     "dropout": "memory.dropout",
     "embedding": "memory.embedding",
+    "embedding_backward": "memory.embedding",
     "fp8_matmul": "fp8_matmul.fp8_matmul",
     "fp8_matmul_rowwise": "fp8_matmul.fp8_matmul_rowwise",
     "fused_linear_cross_entropy": "losses.fused_linear_cross_entropy",
@@ -25,6 +27,7 @@ OPS = {
     "gelu_mul_backward": "gated.gelu_mul",
     "gelu_mul_packed_backward": "gated.gelu_mul",
     "grouped_matmul": "matmul.grouped_matmul",
+    "grouped_matmul_backward": "matmul.grouped_matmul",
     "grouped_matmul_list": "matmul.grouped_matmul_list",
     "layer_norm": "norms.layer_norm",
     "layer_norm_backward": "norms.layer_norm",

@@ -57,12 +57,12 @@ def mended(op: Op, params: dict[str, Any], r: random.Random) -> dict[str, Any]:
         _cached(op, p, r)
     elif op.name in ROTARY:
         _rotary(p)
-    elif op.name == "grouped_matmul":
+    elif op.name in ("grouped_matmul", "grouped_matmul_backward"):
         p["sizes"] = _split(p["m"], p["experts"], r) if p.get("sizes") and p["experts"] else ""
     elif op.name == "topk_softmax":
         p["n"] = min(p["n"], 1024)
         p["k"] = min(max(p["k"], 1), p["n"])
-    elif op.name == "embedding":
+    elif op.name in ("embedding", "embedding_backward"):
         p["outside"] = bool(p.get("outside")) and p["m"] > 0
     return p
 
@@ -191,7 +191,7 @@ def _planted(r: random.Random) -> str:
 
 def _answered(op: Op, name: str, what: str) -> bool:
     """Whether the reference has the answer: of a masked key, kernels read no value, and it has 0 · NaN there."""
-    if op.name in ("gelu_mul_backward", "gelu_mul_packed_backward"):
+    if op.name in ("gelu_mul_backward", "gelu_mul_packed_backward", "activation_backward"):
         # Beyond 7e12 the cube in GELU's tanh overflows, and far below 0 its slope is 0 in fp32: 0 · inf.
         return not what.endswith(("huge", "1e10", "inf"))
     if op.name == "fused_linear_cross_entropy_backward":

@@ -72,9 +72,17 @@ WRONG = {
         write([0, 1, 2], [-1, 31, 32]),
         r"rope_cache_write_: slots\[2\] must be from 0 to 31 or -1, got 32",
     ),
+    "embedding_backward": (
+        lambda: tilery.embedding_backward(torch.ones(3, 4), torch.tensor([1, 7, 9]), 8),
+        r"embedding_backward: ids\[2\] must be from 0 to 7, got 9",
+    ),
     "grouped_matmul": (
         lambda: tilery.grouped_matmul(torch.ones(5, 4), torch.ones(2, 4, 3), int32(2, 6)),
         r"grouped_matmul: offsets\[1\] must be from 0 to 5, got 6",
+    ),
+    "grouped_matmul_backward": (
+        lambda: tilery.grouped_matmul_backward(torch.ones(5, 3), torch.ones(5, 4), int32(-1, 5)),
+        r"grouped_matmul_backward: offsets\[0\] must be from 0 to 5, got -1",
     ),
 }
 

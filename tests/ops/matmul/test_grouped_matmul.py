@@ -5,7 +5,7 @@ import torch
 
 import tilery
 from tilery import languages
-from tilery.base.errors import BadInput, NoBackward
+from tilery.base.errors import BadInput
 from tilery.base.spec import case
 from tilery.core.cases import call_for
 from tilery.core.op import REGISTRY
@@ -45,9 +45,19 @@ def test_bad_input_is_named(a, b, offsets, message):
         tilery.grouped_matmul(a, b, offsets)
 
 
-def test_a_gradient_is_refused():
-    with pytest.raises(NoBackward, match="grouped_matmul has no backward and b requires grad"):
-        tilery.grouped_matmul(torch.ones(5, 4), torch.ones(2, 4, 3, requires_grad=True), int32(2, 5))
+@pytest.mark.parametrize(
+    ("dc", "a", "offsets", "message"),
+    [
+        (torch.ones(5), torch.ones(5, 4), int32(2, 5), r"dc must be \[T, N\], 2 dimensions, got shape \[5\]"),
+        (torch.ones(5, 3), torch.ones(4, 4), int32(2, 5), r"must agree in T, got \[5, 3\] and \[4, 4\]"),
+        (torch.ones(5, 3).half(), torch.ones(5, 4), int32(2, 5), "dc must be fp32 as a is, got fp16"),
+        (torch.ones(5, 3), torch.ones(5, 4), int32(2, 5).long(), r"offsets must be int32\[G\], .* got int64\[2\]"),
+        (torch.ones(5, 3), torch.ones(5, 4), int32(2, 0, 5, 0)[::2], "offsets must be contiguous, got stride 2"),
+    ],
+)
+def test_bad_input_of_the_backward_is_named(dc, a, offsets, message):
+    with pytest.raises(BadInput, match=f"grouped_matmul_backward: .*{message}"):
+        tilery.grouped_matmul_backward(dc, a, offsets)
 
 
 def test_one_group_costs_what_matmul_says_and_its_offset():
@@ -115,6 +125,33 @@ def test_offsets_that_lie_give_nan_and_reach_no_other_memory(kernel, offsets):
     assert (store[0] == 7).all() and (store[2:] == 7).all() and c.isnan().all()
 
 
+@KERNELS
+@pytest.mark.parametrize("offsets", [(9, 20), (-5, 3), (7, 2), (2**31 - 1, -(2**31)), (0, 100), (-(2**31), 10)])
+def test_offsets_that_lie_give_a_gradient_of_nan_and_reach_no_other_memory(kernel, offsets):
+    where = device_of(kernel)
+    store, dc = torch.full((4, 2, 16, 24), 7.0, device=where), torch.ones(10, 24, device=where)
+    a, db = torch.ones(10, 16, device=where), store[1]
+    tilery.grouped_matmul_backward(dc, a, int32(*offsets, device=where), backend=kernel, out=db)
+    assert (store[0] == 7).all() and (store[2:] == 7).all() and db.isnan().all()
+
+
+@KERNELS
+def test_many_tiles_of_uneven_groups_backward(kernel):
+    """Groups of many blocks of rows, of one, of none; matrices of several tiles each way; rows past the last group."""
+    op = REGISTRY["grouped_matmul_backward"]
+    small = op.kernel(kernel).Config(16, 16, 16, 4, 2) if kernel == "triton" else op.kernel(kernel).Config(12, 32, True)
+    for sizes in ("150+0+16+17+1", "0+0+0+0+3", "1+1+1+1+1"):
+        problem = case(m=200, n=50, k=40, experts=5, dtype="fp32", sizes=sizes)
+        assert check(op, kernel, problem, device_of(kernel), config=small).refused is None
+
+
+@pytest.mark.parametrize("name", ["baseline:torch", "baseline:loop"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_torch_agrees_on_the_gradient(name, dtype):
+    problem = case(m=40, n=24, k=32, experts=6, dtype=dtype)
+    assert check_baseline(REGISTRY["grouped_matmul_backward"], name, problem, "cpu").errors
+
+
 @pytest.mark.parametrize("name", ["baseline:torch", "baseline:loop"])
 @pytest.mark.parametrize("layout_b", ["contiguous", "transposed"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -170,6 +207,20 @@ def test_what_only_looks_like_parts_of_one_tensor_is_copied():
     assert right(tilery.grouped_matmul_list(a, b), a, b)
     again = [weights[0]] * 3
     assert right(tilery.grouped_matmul_list(a, again), a, again)
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_a_list_has_the_gradients_of_its_parts(parts):
+    """Parts of one tensor too: a view over all of them would give the first alone a gradient."""
+    whole, weights = torch.randn(8, 16, requires_grad=True), torch.randn(3, 16, 8, requires_grad=True)
+    a, b = whole.split([3, 0, 5]), weights.unbind()
+    if not parts:
+        a, b = [x.clone() for x in a], [w.clone() for w in b]
+    found, wanted = (
+        torch.autograd.grad(sum(c.square().sum() for c in made), (whole, weights))
+        for made in (tilery.grouped_matmul_list(a, b), [x @ w for x, w in zip(a, b)])
+    )
+    assert all(torch.allclose(ours, theirs, atol=1e-3) for ours, theirs in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize(

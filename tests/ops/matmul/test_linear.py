@@ -8,12 +8,12 @@ import torch.nn.functional as F
 
 import plant
 from tilery import languages
-from tilery.base.errors import BadInput, NoBackend, NoBackward, Wrong
+from tilery.base.errors import BadInput, NoBackend, Wrong
 from tilery.base.spec import case
 from tilery.core.cases import call_for, specs_for
 from tilery.core.op import REGISTRY
 from tilery.measure import check
-from tilery.ops import linear, linear_silu_mul, matmul, matmul_add, silu_mul
+from tilery.ops import activation_backward, linear, linear_silu_mul, matmul, matmul_add, silu_mul
 from tilery.ops.matmul import contract
 from tilery.ops.matmul.numba.gemm import Config
 
@@ -34,6 +34,9 @@ A, B, C = torch.randn(4, 8), torch.randn(8, 6), torch.randn(4, 6)
         (lambda: linear(X.half(), W.half(), precision="tf32"), "precision tf32 is a way to multiply fp32, got fp16"),
         (lambda: linear(X.transpose(0, 1), W), "x must have its rows evenly spaced"),
         (lambda: linear(X, torch.randn(12, 16)[::2, ::2]), "weight must have stride 1 along one dimension"),
+        (lambda: activation_backward(R, R, "none"), "activation must be one of relu, gelu, .*, got 'none'"),
+        (lambda: activation_backward(R, R.half(), "relu"), "dy must be fp16 as z is, got fp32"),
+        (lambda: activation_backward(R, X, "relu"), r"dy must be \[2, 3, 8\] as z is, got \[2, 3, 6\]"),
         (lambda: linear_silu_mul(X, W[:5]), r"weight must be \[2N, K\], .*, got \[5, 8\]"),
         (lambda: matmul(A, B, precision="fast"), "precision must be one of ieee, tf32, got 'fast'"),
         (lambda: matmul(A.half(), B.half(), "tf32"), "precision tf32 is a way to multiply fp32, got fp16"),
@@ -137,8 +140,3 @@ def test_peers_get_the_precision_that_is_asked_for():
     note("tf32"), note("ieee")
     assert seen == [True, False]
     assert flags.allow_tf32 == before
-
-
-def test_no_backward_is_said():
-    with pytest.raises(NoBackward, match="linear has no backward and weight requires grad"):
-        linear(X, W.clone().requires_grad_())

@@ -82,7 +82,7 @@ def test_a_bias_in_the_middle_of_another_tensor_is_read_element_by_element():
     ("config", "said"),
     [
         (
-            GatedConfig("large_m", 128, 256, 4, tma_store=True, multicast=2),
+            GatedConfig("large_m", 128, 256, 4, tma_store=True, multicast_b=2),
             None,
         ),  # stores 128 columns of c
         (GatedConfig("large_m", 128, 192, 4, tma_store=True), "tma_store takes 64 columns of c at a time"),
@@ -124,7 +124,7 @@ def test_is_asked_before_triton(op, monkeypatch):
 WHOLE = {"bias": True, "residual": True}
 BUILT = [
     ("linear", Config("large_m", 128, 256, 4), {**WHOLE, "activation": "gelu"}),
-    ("linear", Config("large_m", 128, 256, 3, tma_store=True, multicast=2), {**WHOLE, "activation": "silu"}),
+    ("linear", Config("large_m", 128, 256, 3, tma_store=True, multicast_b=2), {**WHOLE, "activation": "silu"}),
     ("linear", Config("large_m", 128, 224, 4, 3), {**WHOLE, "activation": "gelu_tanh"}),
     ("linear", Config("large_m", 128, 256, 4), {"bias": True, "activation": "silu"}),
     ("linear", Config("small_m", 128, 128, 3), {**WHOLE, "activation": "gelu"}),
@@ -132,7 +132,7 @@ BUILT = [
     ("matmul_add", Config("large_m", 128, 256, 4), {}),
     ("matmul_add", Config("small_m", 16, 48, 4), {"dtype": "fp16"}),
     ("linear_silu_mul", GatedConfig("large_m", 128, 256, 4), {}),
-    ("linear_silu_mul", GatedConfig("large_m", 128, 256, 4, tma_store=True, multicast=2), {}),
+    ("linear_silu_mul", GatedConfig("large_m", 128, 256, 4, tma_store=True, multicast_b=2), {}),
     ("linear_silu_mul", GatedConfig("small_m", 128, 256, 2), {}),
 ]
 
@@ -182,7 +182,7 @@ def test_linear_without_an_epilogue_is_the_plain_kernel(launches):
     args = linear.complete((), linear.inputs(m=5, n=64, k=256, device="cpu"))
     y = torch.empty(5, 64, dtype=torch.bfloat16)
     made, _, _ = launched(linear, y, args, Config("small_m", 8, 64, 4), launches)
-    majors, sizes, epilogue = "false, false", "8, 1, 64, 4, 2, 1, 1, 1", "none, false, false, false, true"
+    majors, sizes, epilogue = "false, false", "8, 1, 64, 4, 2, 1, 1, 1, 1", "none, false, false, false, true"
     assert made.name == f"hopper_gemm_small_m<__nv_bfloat16, {majors}, {sizes}, {epilogue}>"
 
 
@@ -200,7 +200,7 @@ def test_matmul_add_is_given_its_factors(launches):
 @pytest.mark.parametrize(
     ("config", "grid", "boxes"),
     [
-        (GatedConfig("large_m", 128, 128, 4, tma_store=True, multicast=2), 2 * 2 * 5, [128, 32, 64]),
+        (GatedConfig("large_m", 128, 128, 4, tma_store=True, multicast_b=2), 2 * 2 * 5, [128, 32, 64]),
         (GatedConfig("large_m", 128, 96, 4), 3 * 6, [128, 48]),
         (GatedConfig("small_m", 64, 112, 3), 5 * 5, [64, 56]),
     ],

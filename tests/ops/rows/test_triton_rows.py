@@ -30,9 +30,11 @@ PROBLEMS = [
     ("silu_mul_packed_backward", {}),
     ("relu_squared", {}),
     ("relu_squared_backward", {}),
+    ("activation_backward", {"activation": "gelu"}),
     ("cast", {"to": "fp32"}),
     ("dropout", {}),
     ("embedding", {"v": 7, "outside": True}),
+    ("embedding_backward", {"v": 3, "outside": True}),
     ("dequantize_fp8", {}),
     ("dequantize_fp8", {"per": "block"}),
     ("quantize_fp8", {"per": "group"}),
@@ -111,7 +113,16 @@ ACCESS = re.compile(r"(@!?%p\d+ )?(?:ld|st)\.global")
 @pytest.mark.parametrize(("n", "masked"), [(2048, False), (2040, True)])
 @pytest.mark.parametrize(
     "op",
-    ["silu_mul", "silu_mul_backward", "relu_squared", "relu_squared_backward", "cast", "dropout", "dequantize_fp8"],
+    [
+        "silu_mul",
+        "silu_mul_backward",
+        "relu_squared",
+        "relu_squared_backward",
+        "activation_backward",
+        "cast",
+        "dropout",
+        "dequantize_fp8",
+    ],
 )
 def test_only_ragged_blocks_are_masked(op, n, masked, compiler):
     problem = case(m=1, n=n, dtype="bf16")

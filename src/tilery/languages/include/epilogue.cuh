@@ -110,8 +110,10 @@ struct Epilogue {
     // rows.
     template <int WARPGROUP_N, int COUNT>
     __device__ __forceinline__ void apply_transposed(float (&acc)[COUNT], int row0, int col0) const {
-        const int warp_col = threadIdx.x / 32 % 4 * 16, line = threadIdx.x % 32 / 4, quad_lane = threadIdx.x % 4;
         if constexpr (IDENTITY) return;
+        int thread = threadIdx.x;
+        asm volatile("" : "+r"(thread));  // else the compiler keeps addresses in registers through the whole mainloop
+        const int warp_col = thread / 32 % 4 * 16, line = thread % 32 / 4, quad_lane = thread % 4;
         if (warp_col >= WARPGROUP_N) return;
         if constexpr (!VECTORS) {
 #pragma unroll

@@ -18,7 +18,7 @@ def grouped_matmul_list(
     """c[g] = a[g] · b[g] by one grouped_matmul; a[g] [M_g, K], b[g] [K, N].
 
     Rows that lie end to end, as split gives them, and matrices at one distance, as unbind does, are taken as they lie;
-    others are copied first.
+    others are copied first, and so are all where a gradient is wanted.
     """
     given = f"got a of {_described(a)} and b of {_described(b)}"
     matrices = all(isinstance(t, Tensor) and t.dim() == 2 for t in (*a, *b))
@@ -32,16 +32,23 @@ def grouped_matmul_list(
         f"grouped_matmul_list: all a [M, K] and b [K, N] must have one K, N and dtype, {given}; call matmul for each",
     )
     ends = list(accumulate(rows))
-    offsets = torch.tensor(ends, dtype=torch.int32)
-    if torch.compiler.is_compiling():  # a tracer has no memory to look at
-        joined, stacked, offsets = torch.cat(list(a)), torch.stack(list(b)), offsets.to(a[0].device)
+    graded = torch.is_grad_enabled() and any(t.requires_grad for t in (*a, *b))
+    if graded or torch.compiler.is_compiling():
+        # One view over all parts has no gradients for the parts, and a tracer has no memory to look at.
+        joined, stacked = torch.cat(list(a)), torch.stack(list(b))
     else:
         joined, stacked = _joined(a, [0, *ends]), _stacked(b)
-        if a[0].is_cuda and torch.cuda.is_current_stream_capturing():  # a graph would read the host's memory again
-            offsets = torch.cat([torch.full((1,), end, dtype=torch.int32, device=a[0].device) for end in ends])
-        elif a[0].is_cuda:  # from pinned memory nobody waits for the copy
-            offsets = offsets.pin_memory().to(a[0].device, non_blocking=True)
+    offsets = _offsets(ends, a[0].device)
     return list(grouped_matmul(joined, stacked, offsets, backend=backend, config=config).split(rows))
+
+
+def _offsets(ends: list[int], device: torch.device) -> Tensor:
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return offsets.to(device)
+    if torch.cuda.is_current_stream_capturing():  # a graph would read the host's memory again
+        return torch.cat([torch.full((1,), end, dtype=torch.int32, device=device) for end in ends])
+    return offsets.pin_memory().to(device, non_blocking=True)  # from pinned memory nobody waits for the copy
 
 
 def _joined(a: Sequence[Tensor], starts: list[int]) -> Tensor:

@@ -11,8 +11,10 @@ from tilery.core import inputs as draw
 from tilery.core.op import op
 from tilery.core.peers import Compiled, baselines
 from tilery.ops.matmul import contract
+from tilery.ops.matmul.activation_backward import activation_backward
 from tilery.ops.matmul.call import LinearCall
 from tilery.ops.matmul.contract import ACTIVATIONS, ALLOWED, TF32
+from tilery.ops.matmul.matmul import matmul
 from tilery.ops.rows import contract as rows
 
 ROUNDS = {"vendor": "which the contract does once"}  # torch has no epilogue for it
@@ -94,6 +96,25 @@ def inputs(
     }
 
 
+def _backward(call: Any, grads: Any) -> dict[str, Any]:
+    """What the activation was given is computed again: the forward does not store it."""
+    found = {"residual": grads.y} if "residual" in grads.needed else {}
+    if not grads.needed & {"x", "weight", "bias"}:
+        return found
+    dz = grads.y
+    if call.activation != "none":
+        z = linear(call.x, call.weight, call.bias, precision=call.precision)
+        dz = activation_backward(dz, z, call.activation)
+    dz = dz.reshape(call.m, call.n)
+    if "x" in grads.needed:
+        found["x"] = matmul(dz, call.weight, call.precision).view(call.x.shape)
+    if "weight" in grads.needed:
+        found["weight"] = matmul(dz.t(), call.x.reshape(call.m, call.k), call.precision)
+    if "bias" in grads.needed:
+        found["bias"] = matmul(dz.new_ones(1, call.m), dz).view(call.n)  # the sum over rows, as a product sums: in fp32
+    return found
+
+
 def _torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, precision: str
 ) -> Tensor:
@@ -112,6 +133,7 @@ def _torch(
     },
     baselines=baselines(torch=contract.peer(_torch), compile=contract.peer(Compiled(_torch))),
     model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears()],
+    backward=_backward,
     cases={
         "test": [
             case(m=40, n=72, k=80, dtype="fp32", bias=True, residual=True, activation="gelu", refused_by=TF32),

@@ -1,4 +1,4 @@
-"""bmm and grouped_matmul in Numba: tiles of all matrices over the cores; few rows take dot products."""
+"""bmm, grouped_matmul and its backward in Numba: tiles of all matrices over the cores; few rows take dot products."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -171,3 +171,70 @@ class GroupedMatmul(_Batched):
 
 
 grouped_matmul = GroupedMatmul()
+
+
+# grouped_matmul_backward: db[g] = aᵀ · dc of the rows of group g
+
+
+@jit
+def _gradient_tiles(thread, threads, tensors, work, work_size, sizes, a_strides, dc_strides, tile_m, tile_n, dtype):
+    """Every `threads`-th tile, counted through the matrices of all groups; without rows one is a sum of nothing."""
+    (a, dc, offsets, db), (total, groups, n, k) = tensors, sizes
+    (a_row, a_column), (dc_row, dc_column) = a_strides, dc_strides
+    own, across = at(work, thread * work_size, FP32), (a_column, a_row)
+    if not _rise(offsets, groups, total):
+        for i in range(thread, groups * k, threads):
+            for j in range(n):
+                store(db, i * n + j, f32(np.nan), dtype)
+        return
+    turn = start = np.int64(0)
+    for group in range(groups):
+        end = integer(offsets, group, 4)
+        for i in range(0, k, tile_m):
+            for j in range(0, n, tile_n):
+                if turn % threads == thread:
+                    a_corner = at(a, start * a_row + i * a_column, dtype)
+                    dc_corner = at(dc, start * dc_row + j * dc_column, dtype)
+                    target = at(db, (group * k + i) * n + j, dtype)
+                    height, width, deep = min(tile_m, k - i), min(tile_n, n - j), end - start
+                    tile_product(
+                        a_corner, dc_corner, target, own, height, width, deep, across, dc_strides, n, tile_n, dtype
+                    )
+                turn += 1
+        start = end
+
+
+@kernel
+def _gradient(threads, tensors, work, work_size, sizes, a_strides, dc_strides, tile_m, tile_n, dtype):
+    """tensors: a, dc, offsets, db; sizes: rows, groups, n, k; strides: of rows and columns."""
+    if threads > 1:
+        for i in prange(threads):
+            own = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
+            _gradient_tiles(own, threads, tensors, work, work_size, sizes, a_strides, dc_strides, tile_m, tile_n, dtype)
+    else:
+        _gradient_tiles(ZERO, ONE, tensors, work, work_size, sizes, a_strides, dc_strides, tile_m, tile_n, dtype)
+
+
+class GroupedMatmulBackward(_Batched):
+    def default(self, call: Call) -> Config:
+        (rows, k), n = call.a.shape, call.dc.shape[1]
+        parallel = rows * n * k >= 2**19  # less work does not pay for waking threads
+        most_n = min(512, max(-(-n // numba_glue.threads(parallel)), COLUMNS))  # a group alone keeps every thread busy
+        return Config(*tiles.tile_sizes(k, n, _MOST_M, most_n), parallel)
+
+    def configs(self, call: Call) -> list[Config]:
+        k, n, base = call.a.shape[1], call.dc.shape[1], self.default(call)
+        sizes = [tiles.tile_sizes(k, n, most_m, most_n) for most_m in (132, 264, 528) for most_n in (128, 256, 512)]
+        return list(dict.fromkeys([base, *(Config(*size, base.parallel) for size in sizes)]))
+
+    def launches(self, call: Call, config: Config) -> list[Launch]:
+        (rows, k), n, groups = call.a.shape, call.dc.shape[1], call.offsets.shape[0]
+        args = {
+            "tensors": (call.a, call.dc, call.offsets, call.db), "work": call.work, "work_size": call.work.shape[1],
+            "sizes": (rows, groups, n, k), "a_strides": tuple(call.a.strides), "dc_strides": tuple(call.dc.strides),
+            "tile_m": config.tile_m, "tile_n": config.tile_n, "dtype": STORAGE[call.a.dtype],
+        }  # fmt: skip
+        return [Launch(_gradient, 1, args, options={"parallel": config.parallel})]
+
+
+grouped_matmul_backward = GroupedMatmulBackward()
