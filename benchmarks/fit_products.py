@@ -160,7 +160,13 @@ def cases_of(kind: str, rows: list[dict]) -> list[tuple]:
             params = {f: int(row[f]) for f in "mnk"} | {f: row[f] for f in ("layout", "layout_b") if row[f]}
             params["dtype"] = {"16-bit": "bf16", "fp8": "e4m3"}[kind]
             problem = kernel.problem(call_for(REGISTRY[op], case(**params)))
-            found.append((problem, kernel.Config(**tuned.present_fields(kernel.Config, json.loads(row["config"]))), float(row["us"])))
+            found.append(
+                (
+                    problem,
+                    kernel.Config(**tuned.present_fields(kernel.Config, json.loads(row["config"]))),
+                    float(row["us"]),
+                )
+            )
     return found
 
 

@@ -77,7 +77,11 @@ def test_rows_that_overlap_are_copied():
         ({"layout": "transposed"}, Config("small_m", 40, 64, 4), "block_m must be a multiple of 64 where a is contig"),
         ({"layout_b": "contiguous"}, Config("small_m", 40, 48, 4), "a tile must have a multiple of 64 columns and as"),
         ({"layout_b": "contiguous"}, Config("small_m", 40, 128, 4), None),
-        ({"layout_b": "contiguous"}, Config("large_m", 128, 96, 4), "a tile must have a multiple of 64 columns where b"),
+        (
+            {"layout_b": "contiguous"},
+            Config("large_m", 128, 96, 4),
+            "a tile must have a multiple of 64 columns where b",
+        ),
     ],
     ids=str,
 )
@@ -125,11 +129,20 @@ def test_is_the_first_that_a_gpu_is_asked_and_the_others_take_what_it_refuses(ar
         (Config("small_m", 128, 128, 2, 2), "partial sums of c must fit the memory of 2 stages"),
         (Config("small_m", 128, 128, 3, 2), None),
         (Config("small_m", 128, 24, 2, 2), None),
-        (Config("large_m", 128, 128, 4, multicast_a=3), "multicast_a of the large_m kernel must be one of 1, 2, 4, got"),
+        (
+            Config("large_m", 128, 128, 4, multicast_a=3),
+            "multicast_a of the large_m kernel must be one of 1, 2, 4, got",
+        ),
         (Config("large_m", 128, 128, 4, multicast_a=2, multicast_b=2), None),
         (Config("small_m", 16, 128, 4, multicast_b=8), "multicast_b of the small_m kernel must be one of 1, 2, 4, got"),
-        (Config("small_m", 24, 128, 4, multicast_a=2), "block_m must be a multiple of 16 in each half of b, to be loaded"),
-        (Config("small_m", 48, 56, 4, multicast_b=2), "block_n must be a multiple of 16 in each half of b, to be loaded"),
+        (
+            Config("small_m", 24, 128, 4, multicast_a=2),
+            "block_m must be a multiple of 16 in each half of b, to be loaded",
+        ),
+        (
+            Config("small_m", 48, 56, 4, multicast_b=2),
+            "block_n must be a multiple of 16 in each half of b, to be loaded",
+        ),
         (Config("small_m", 48, 128, 4, multicast_a=2, multicast_b=4), None),
         (Config("small_m", 128, 256, 4), "sums of 128 × 256 do not fit the registers of a block"),
         (Config("small_m", 240, 128, 2), None),
@@ -176,7 +189,9 @@ def test_the_kernel_for_few_rows_and_that_for_many():
 
 
 def test_expected_times_grow_with_the_work():
-    times = [kernel.expected_us(call, kernel.default(call)) for call in (call_of(m, 4096, 4096) for m in (16, 256, 4096))]
+    times = [
+        kernel.expected_us(call, kernel.default(call)) for call in (call_of(m, 4096, 4096) for m in (16, 256, 4096))
+    ]
     assert times == sorted(times) and times[0] > 5
 
 
@@ -207,7 +222,9 @@ def test_both_kernels_build_and_keep_products_in_flight(config, dtype):
     columns = config.block_n if config.large_m else config.block_m
     assert made.spills == 0 and f"HGMMA.64x{columns}x16.F32" in sass and "UTMALDG.3D" in sass
     assert "DEPBAR.LE gsb0, 0x1" in sass  # one k-block is multiplied while the next is waited for
-    assert ("MULTICAST" in sass) == (config.multicast_a * config.multicast_b > 1) and ("UTMASTG.2D" in sass) == config.tma_store
+    assert ("MULTICAST" in sass) == (config.multicast_a * config.multicast_b > 1) and (
+        "UTMASTG.2D" in sass
+    ) == config.tma_store
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@
 // consumer always leaves one batch of wgmmas in flight while it waits for the next stage.
 //
 // A_MN, B_MN: a and b are MN-major.
-// DOWN, ACROSS: rows and columns of tiles that a cluster has. Blocks one above the other load parts of b for each other,
-// those side by side parts of a.
+// DOWN, ACROSS: rows and columns of tiles that a cluster has. Blocks one above the other load b for each other, those
+// side by side a.
 // SPLIT_K: blocks of a cluster that split K of one tile; each reduces and stores some of its columns.
 // TMA_STORE: c goes through shared memory and is stored by TMA while the next tile is multiplied.
 // HALVES = 2: b is n rows of gate and then n rows of up; c [m, n] is silu(gate) · up.
@@ -58,19 +58,20 @@ __device__ __forceinline__ void gemm_large_m(const TensorMap& a_map, const Tenso
     int batch, row0, col0;
     if (warpgroup == 2) {
         decrease_registers<40>();
-        if (warp == 8 && lane == 0) {
+        if (warp == 8 && elect_one()) {
             const u64 policy = evict_normal_policy();
             for (int t = first_tile; t < tiles; t += tile_stride) {
                 locate(t, batch, row0, col0);
                 const KOrder order(col0 / (OUT_N * ACROSS), k_blocks, COLUMNS_APART);
                 for (int kb = 0; kb < k_blocks; ++kb, pipeline.advance()) {
                     Mbarrier& full = pipeline.producer_acquire();
-                    const int k0 = (k_begin + order(kb)) * A::K_PER_BLOCK;
-                    A::load(policy, at.column, at.a_mask(), full, pipeline.tile(), a_map, k0, row0, batch * p.a_batch);
+                    const int k_block = k_begin + order(kb);
+                    A::load(policy, at.column, at.a_mask(), full, pipeline.tile(), a_map, k_block, row0,
+                            batch * p.a_batch);
 #pragma unroll
                     for (int h = 0; h < HALVES; ++h)
-                        B::load(policy, at.row, at.b_mask(), full, pipeline.tile() + A::BYTES + h * B::BYTES, b_map, k0,
-                                col0 + h * p.n, batch * p.b_batch);
+                        B::load(policy, at.row, at.b_mask(), full, pipeline.tile() + A::BYTES + h * B::BYTES, b_map,
+                                k_block, col0 + h * p.n, batch * p.b_batch);
                 }
             }
         }

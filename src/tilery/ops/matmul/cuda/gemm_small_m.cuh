@@ -40,25 +40,27 @@ __device__ __forceinline__ void gemm_small_m(const TensorMap& a_map, const Tenso
     __syncthreads();
     float acc[HALVES][SplitK::COUNT];
     if (warp == WARPGROUPS * 4) {
-        if (lane == 0) {
+        if (elect_one()) {
             const u64 normal = evict_normal_policy(), b_policy = scheduler.tiles_m == 1 ? evict_first_policy() : normal;
             const auto at = scheduler.at;
-            for (int t = scheduler.first_tile; t < scheduler.tiles; t += scheduler.tile_stride)
+            for (int t = scheduler.first_tile; t < scheduler.tiles; t += scheduler.tile_stride) {
+                const int row = scheduler.row(t), column = scheduler.column(t), batch = scheduler.batch(t);
+                const int a_batch = batch * p.a_batch, b_batch = batch * p.b_batch;
                 scheduler.for_each_k_block(t, [&](int kb) {
                     Mbarrier& full = pipeline.producer_acquire();
-                    const int batch = scheduler.batch(t);
 #pragma unroll
                     for (int d = 0; d < K_BLOCKS; ++d) {
                         unsigned char* const to = pipeline.tile() + d * K_BLOCK_BYTES;
-                        const int k0 = (kb * K_BLOCKS + d) * A::K_PER_BLOCK;
+                        const int k_block = kb * K_BLOCKS + d;
 #pragma unroll
                         for (int h = 0; h < HALVES; ++h)
-                            B::load(b_policy, at.row, at.b_mask(), full, to + h * B::BYTES, b_map, k0, scheduler.column(t) + h * p.n,
-                                    batch * p.b_batch);
-                        A::load(normal, at.column, at.a_mask(), full, to + B_BYTES, a_map, k0, scheduler.row(t), batch * p.a_batch);
+                            B::load(b_policy, at.row, at.b_mask(), full, to + h * B::BYTES, b_map, k_block, column + h * p.n,
+                                    b_batch);
+                        A::load(normal, at.column, at.a_mask(), full, to + B_BYTES, a_map, k_block, row, a_batch);
                     }
                     pipeline.advance();
                 });
+            }
         }
         __syncwarp();
     } else {

@@ -4,6 +4,7 @@ The epilogue works on the sums while they are in registers. hopper_tiles.py cuts
 An operand that TMA cannot address is first copied to rows that it can.
 """
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,15 @@ from tilery.ops.matmul.cuda.operands import Operand, copy_launch, operands
 _SOURCE = Path(__file__).with_name("hopper.cu")
 _COLUMNS = (32, 48, 64, 96, 128, 160, 192, 224, 256)  # of large-M tiles
 _SPLIT_K = (1, 2, 3, 4)
-_MULTICASTS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))  # of a and of b
+_MULTICASTS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4))  # of a and of b
 _MN_ROWS = 64  # of an MN-major operand in a tile are a multiple of this
 _STAGED_ROWS = 160  # rows of both tiles, up to which a stage of the small-M kernel has two k-blocks
 
 
 @dataclass(frozen=True)
 class Config(hopper_tiles.Config):
-    multicast_a: int = 1  # blocks of a cluster with tiles side by side, each of which loads a part of a for all
-    multicast_b: int = 1  # those with tiles one above the other, each of which loads a part of b for all
+    multicast_a: int = 1  # blocks of a cluster with tiles side by side, which take turns to load a for all
+    multicast_b: int = 1  # those with tiles one above the other, which take turns to load b
 
     @property
     def k_blocks_per_stage(self) -> int:  # type: ignore[override]
@@ -50,7 +51,7 @@ class HopperGemm(Kernel):
     Config = Config
     gated = False  # whether b is gate and up
 
-    @property
+    @functools.cached_property
     def choices(self) -> hopper_tiles.Choices:
         """What there are kernels for."""
         large_m = {"block_m": (128,), "block_n": _COLUMNS, "split_k": _SPLIT_K}
@@ -68,13 +69,16 @@ class HopperGemm(Kernel):
             return "K must be at least 1: without products there is no kernel to add anything to them"
         if config is None:
             return None
+        return self._config_refusal(call, config, *operands(call))
+
+    def _config_refusal(self, call: MatmulCall, config: Config, a: Operand, b: Operand) -> str | None:
         if why := hopper_tiles.refusal(config, self.choices, call.n, call.a.dtype.itemsize, call.a.device):
             return why
         if config.large_m and config.split_k > 1 and call.k < 128 * config.split_k:
             return f"K must be at least {128 * config.split_k} for split_k of {config.split_k}, got {call.k}"
         if config.tma_store and call.batch > 1 and call.m % config.block_m:
             return f"tma_store of several products takes M a multiple of {config.block_m}, got {call.m}"
-        return _mn_refusal(call, config)
+        return _mn_refusal(config, a, b)
 
     def default(self, call: MatmulCall) -> Config:
         return self.problem(call).ranked()[0]
@@ -86,9 +90,10 @@ class HopperGemm(Kernel):
         return self.problem(call).expected_us(config)
 
     def problem(self, call: MatmulCall) -> Problem[Config]:
+        a, b = operands(call)
         return Problem(
             self.Config, hopper_costs.fitted("16-bit"), gpu(call.a.device), call.m, call.halves * call.n,
-            -(-call.k // 64), _COLUMNS, lambda config: self.refusal(call, config) is None, call.batch,
+            -(-call.k // 64), _COLUMNS, lambda config: self._config_refusal(call, config, a, b) is None, call.batch,
             large_m_split_k=(1,) if self.gated else _SPLIT_K, multicasts=_MULTICASTS,
         )  # fmt: skip
 
@@ -124,15 +129,16 @@ class GatedHopperGemm(HopperGemm):
 gemm, gated_gemm = HopperGemm(), GatedHopperGemm()
 
 
-def _mn_refusal(call: MatmulCall, config: Config) -> str | None:
+def _mn_refusal(config: Config, a: Operand, b: Operand) -> str | None:
     """What tiles of MN-major operands cannot be: they come in chunks of 64 rows."""
-    a, b = operands(call)
     if a.mn_major and config.block_m % _MN_ROWS:
         return f"block_m must be a multiple of {_MN_ROWS} where {a.name} is contiguous along M, got {config.block_m}"
     each = config.block_n // config.halves // (1 if config.large_m else config.consumer_warpgroups)
     if b.mn_major and each % _MN_ROWS:
         of = "" if config.large_m else " and as many in each warpgroup"
-        return f"a tile must have a multiple of {_MN_ROWS} columns{of} where {b.name} is contiguous along N, got {config}"
+        return (
+            f"a tile must have a multiple of {_MN_ROWS} columns{of} where {b.name} is contiguous along N, got {config}"
+        )
     return None
 
 
@@ -141,8 +147,8 @@ def _mn_refusal(call: MatmulCall, config: Config) -> str | None:
 
 def _maps(call: MatmulCall, config: Config, a: Operand, b: Operand) -> dict[str, Any]:
     maps: dict[str, Any] = {
-        "a_map": a.tensor_map(config.block_m, config.multicast_a),
-        "b_map": b.tensor_map(config.block_n // config.halves, config.multicast_b),
+        "a_map": a.tensor_map(config.block_m),
+        "b_map": b.tensor_map(config.block_n // config.halves),
     }
     if config.large_m:
         c = call.out._replace(shape=(call.batch * call.m, call.n), strides=(call.n, 1))

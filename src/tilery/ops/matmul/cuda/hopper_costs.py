@@ -83,7 +83,7 @@ class Problem(Generic[C]):
     def ranked(self) -> list[C]:
         """All configs that the kernel takes, the one that should take the least time first."""
         found = (c for c in (*self._small_m(), *self._large_m()) if c.stages > 1 and self.taken(c))
-        return sorted(found, key=lambda c: (self.expected_us(c), c.block_m * c.block_n))
+        return sorted(found, key=lambda c: (self.expected_us(c), c.cluster, c.block_m * c.block_n))
 
     def candidates(self) -> list[C]:
         """What a tuner tries: the best by the model, with other groups of tiles and other ways to store."""
@@ -110,7 +110,9 @@ class Problem(Generic[C]):
         if config.large_m and config.tma_store and waves > 1:
             stored /= waves  # all but the last under the next tile
         busy = waves * (ceil_div(self.k_blocks, split) * step + costs.tile + stored)
-        nbytes = self.batch * (128 * self.k_blocks * (self.m + self.n) + self.m * self.n // config.halves * self.itemsize)
+        nbytes = self.batch * (
+            128 * self.k_blocks * (self.m + self.n) + self.m * self.n // config.halves * self.itemsize
+        )
         exchanged = config.block_m * config.block_n * (split - 1) / split / 1000
         reduced = costs.reduce * (split - 1) + costs.exchange * exchanged
         return (costs.launch + _longer(busy, nbytes / costs.memory) + reduced) / 1000
@@ -129,7 +131,9 @@ class Problem(Generic[C]):
                     elif split * _LEAST_K_BLOCKS <= self.k_blocks:
                         config = self.config("small_m", rows, width, 1, split_k=split)
                         if self._runs_at_once(config):
-                            half = self._with_stages(config, 2)  # so that the next kernel's blocks may start beside them
+                            half = self._with_stages(
+                                config, 2
+                            )  # so that the next kernel's blocks may start beside them
                             deep = split > 2 and half.stages * half.k_blocks_per_stage >= _DEEP
                             yield half if deep else self._with_stages(config)
 
@@ -151,7 +155,9 @@ class Problem(Generic[C]):
         for width in self.columns:
             for split in self.large_m_split_k if self.m <= _MANY else (1,):
                 for shared in self._clusters() if split == 1 else [{}]:
-                    for tma_store in (True, False) if split == 1 and width // self.config.halves % 64 == 0 else (False,):
+                    for tma_store in (
+                        (True, False) if split == 1 and width // self.config.halves % 64 == 0 else (False,)
+                    ):
                         group = 4 if shared.get("multicast_b", 1) > 1 else self.group_m
                         more: dict[str, Any] = {"split_k": split, "group_m": group, "tma_store": tma_store, **shared}
                         config = self._with_stages(self.config("large_m", 128, width, 1, **more))

@@ -18,7 +18,8 @@ from tilery.hardware.gpu import Gpu, gpu
 from tilery.languages import tensor_maps
 
 TMA_STORE_ROWS = 64  # of a tile of c, by each consumer warpgroup
-SPLIT_K = (1, 2, 4, 8)  # a cluster of more than 8 is not promised
+MOST_BLOCKS = 8  # of a cluster: more are not promised
+SPLIT_K = (1, 2, 4, 8)
 SMALL_M_ROWS = tuple(range(8, 257, 8))
 SMALL_M_COLUMNS = (24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 192, 256)
 MOST_STAGES = 16
@@ -54,7 +55,7 @@ class Config:
     old_values: ClassVar[dict[str, dict[str, str]]] = {"kernel": {"wide": "large_m", "few": "small_m"}}
 
     # What a kernel may have besides, as fields or properties:
-    multicast_a = multicast_b = 1  # blocks of a cluster side by side, or above each other, that load parts of a or b
+    multicast_a = multicast_b = 1  # blocks of a cluster side by side, or above each other, that load a or b for all
     k_blocks_per_stage = 1  # of as many bytes as a swizzle spans
     sum_sets = 1  # of registers for the sums of a tile: 2 where partial sums are promoted
     other_registers = 48  # that a consumer thread needs besides
@@ -153,12 +154,8 @@ def refusal(config: Config, choices: Choices, n: int, itemsize: int, where: torc
             return f"{name} of the {config.kernel} kernel must be one of {', '.join(map(str, values))}, got {got}"
     if not config.registers_fit:
         return f"sums of {config.block_m} × {config.block_n} do not fit the registers of a block"
-    for name, rows, by in (
-        ("block_m", config.block_m, config.multicast_a),
-        ("block_n", config.block_n // config.halves, config.multicast_b),
-    ):
-        if rows % (8 * by):
-            return f"{name} must be a multiple of {8 * by} in each half of b, to be loaded in {by} parts, got {config}"
+    if config.multicast_a * config.multicast_b > MOST_BLOCKS:
+        return f"a cluster has at most {MOST_BLOCKS} blocks, got multicast_a × multicast_b of {config}"
     if config.split_k > 1 and config.partial_sum_bytes > config.stages * config.tile_bytes:
         return f"partial sums of c must fit the memory of {config.stages} stages, got {config}"
     if config.split_k > 1 and (config.multicast_a * config.multicast_b > 1 or config.tma_store):
