@@ -123,7 +123,13 @@ def timed(kind: str, params: dict, configs: list) -> list[dict]:
         off = (plan(sets[0]).float() - right).norm() / right.norm()
         wrong[i] = not float(off) < (0.02 if kind == "16-bit" else 0.06)
         arms[str(i)] = bench.rotating(lambda *a, plan=plan: plan(a), sets)
-    found = timing.time_arms(arms, len(sets), where, timing.Depth(6, 1.0, 0.02), None, False)
+    at = [""]
+    try:
+        depth = timing.Depth(6, 1.0, 0.02)
+        found = timing.time_arms(arms, len(sets), where, depth, None, False, True, lambda arm, _: at.append(arm))
+    except RuntimeError:
+        print(f"failed at {params} {configs[int(at[-1])] if at[-1].isdigit() else at[-1]}", flush=True)
+        raise
     torch_us = found[bench.BASE].median * 1e3
     del arms, sets, right
     torch.cuda.empty_cache()
@@ -135,7 +141,10 @@ def timed(kind: str, params: dict, configs: list) -> list[dict]:
 
 
 def fit(args: argparse.Namespace) -> None:
-    rows = [row for path in args.csv for row in csv.DictReader(open(path, encoding="utf-8")) if row["wrong"] != "True"]
+    rows = []
+    for path in args.csv:
+        with open(path, encoding="utf-8") as file:
+            rows += [row for row in csv.DictReader(file) if row["wrong"] != "True"]
     fitted = json.loads(hopper_costs.FITTED.read_text(encoding="utf-8"))
     for kind in sorted({row["kind"] for row in rows}):
         of_kind = [row for row in rows if row["kind"] == kind]

@@ -43,6 +43,10 @@ class Kernel:
         """Whose code runs on this device, if it is not ours: "cuBLAS through torch"; dispatch says so."""
         return ""
 
+    def expected_us(self, call: Call, config: Any) -> float | None:
+        """The time that a call should take, by a cost model fitted to measurements; None where there is no model."""
+        return None
+
     def estimate(self, call: Call, config: Any) -> Work | None:
         """The work of one block, for the tuner to leave out configs that it models at more than twice the best."""
         return None

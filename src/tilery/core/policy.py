@@ -106,7 +106,7 @@ def decide(op: "Op", call: Call, backend: str | None, config: Any) -> Plan:
         library=kernel.library(where),
     )  # fmt: skip
     if explain:
-        print(explained(plan, op.specs_in(call)), file=sys.stderr)
+        print(explained(plan, op.specs_in(call), kernel.expected_us(call, config)), file=sys.stderr)
     return plan
 
 
@@ -147,10 +147,11 @@ def _best_tuned(
     return None
 
 
-def explained(plan: Plan, specs: tuple[Any, ...]) -> str:
+def explained(plan: Plan, specs: tuple[Any, ...], expected_us: float | None = None) -> str:
     given = ", ".join(str(s) for s in specs)
     kernel = f"{plan.kernel} ({plan.library})" if plan.library else plan.kernel
-    lines = [f"tilery: {plan.op}({given})", f"  runs {kernel} with {plan.config}, {plan.source}"]
+    expected = "" if expected_us is None else f", expected to take {expected_us:.1f} µs on an H200"
+    lines = [f"tilery: {plan.op}({given})", f"  runs {kernel} with {plan.config}, {plan.source}{expected}"]
     return "\n".join(lines + [f"  {name} refused: {why}" for name, why in plan.refusals.items()])
 
 

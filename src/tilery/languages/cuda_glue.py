@@ -45,7 +45,7 @@ def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
     resolved = resolver(tuple(arguments), _of_tensor)
     blocks = launch.grid
     if isinstance(blocks, Persistent):
-        blocks = min(blocks.most, kernel.resident())
+        blocks = min(blocks.most, kernel.resident() // launch.cluster * launch.cluster)
     assert isinstance(blocks, int), "a grid of CUDA kernels here is one number"
     return lambda values: kernel.launch(blocks, *resolved(values))
 

@@ -43,9 +43,15 @@ CHECK.add(
 )
 CHECK.add(
     "error-of-the-sum",
-    "difference += off.square().sum().item()",
-    "difference += off.sum().item() ** 2 / max(off.numel(), 1)",
+    "off.square().sum().item() -",
+    "off.sum().item() ** 2 / max(off.numel(), 1) -",
     "test_check_limits.py::test_the_error_is_of_all_elements_together",
+)
+CHECK.add(
+    "subnormal-numbers-may-be-off-by-anything",
+    "count * (kind.smallest_normal * kind.eps) ** 2 / 12",
+    "count * (kind.smallest_normal * kind.eps) ** 2",
+    "test_check_limits.py::test_subnormal_numbers_may_be_off_by_their_rounding_and_no_more",
 )
 CHECK.add(
     "peer-may-be-off-by-half",

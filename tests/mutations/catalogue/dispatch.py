@@ -94,8 +94,8 @@ DISPATCH.add(
 )
 DISPATCH.add(
     "explained-on-stdout",
-    "print(explained(plan, op.specs_in(call)), file=sys.stderr)",
-    "print(explained(plan, op.specs_in(call)))",
+    "print(explained(plan, op.specs_in(call), kernel.expected_us(call, config)), file=sys.stderr)",
+    "print(explained(plan, op.specs_in(call), kernel.expected_us(call, config)))",
     "test_policy.py::test_explain_says_who_was_chosen_and_who_refused",
 )
 DISPATCH.add(

@@ -93,14 +93,14 @@ BENCH.add(
     "paired = arithmetic and base is not None and len(arms) > 1",
     "paired = False",
     "test_bench.py::test_where_power_is_the_limit_arms_are_timed_in_pairs",
-    inside="measure",
+    inside="_measured",
 )
 BENCH.add(
     "pairs-where-memory-is-the-limit",
     "paired = arithmetic and base is not None and len(arms) > 1",
     "paired = base is not None and len(arms) > 1",
     "test_bench.py::test_where_power_is_the_limit_arms_are_timed_in_pairs",
-    inside="measure",
+    inside="_measured",
 )
 BENCH.add(
     "inputs-never-rotate",
@@ -131,14 +131,14 @@ BENCH.add(
     'unit.case, where)\n        if row.status == "pass":',
     'unit.case, where)\n        if row.status != "refused":',
     "test_bench.py::test_a_wrong_kernel_is_not_timed",
-    inside="measure",
+    inside="_measured",
 )
 BENCH.add(
     "not-checked-again",
     'if again.status != "pass":',
     'if again.status == "refused":',
     "test_bench.py::test_a_kernel_that_turns_wrong_while_it_is_timed_is_found",
-    inside="measure",
+    inside="_measured",
 )
 BENCH.add(
     "impossible-times-kept",

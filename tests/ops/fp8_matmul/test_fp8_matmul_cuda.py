@@ -37,13 +37,10 @@ def call_of(m=64, n=256, k=1024, **more):
             "block_n of the large_m kernel must be one of 32, 48, 64, 96, 128, 176, 192, 256, got 160",
         ),
         (Config("large_m", 128, 128, 4, split_k=2), "split_k of the large_m kernel must be one of 1, got 2"),
-        (
-            Config("small_m", 24, 128, 4),
-            "block_m of the small_m kernel must be one of 8, 16, 32, 48, 64, 96, 128, got",
-        ),
+        (Config("small_m", 20, 128, 4), "block_m of the small_m kernel must be one of 8, 16, 24, 32"),
         (
             Config("small_m", 16, 72, 4),
-            "block_n of the small_m kernel must be one of 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 256",
+            "block_n of the small_m kernel must be one of 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 192, 256",
         ),
         (Config("small_m", 128, 256, 4), "sums of 128 × 256 do not fit the registers of a block"),
         (Config("small_m", 16, 128, 4, split_k=16), "split_k of the small_m kernel must be one of 1, 2, 4, 8, got 16"),
@@ -109,15 +106,13 @@ def test_few_rows_are_spread_over_the_sms_and_many_get_large_tiles():
         return kernel.default(call_of(m, n, k))
 
     assert (chosen(1, 4096, 8192).kernel, chosen(1, 4096, 8192).block_m) == ("small_m", 8)
-    assert chosen(24, 4096, 8192).block_m == 32 and chosen(100, 576, 8192).block_m == 128
-    assert (chosen(128, 4096, 8192).kernel, chosen(128, 28672, 8192).kernel) == ("large_m", "large_m")
-    assert (chosen(128, 4096, 8192).block_n, chosen(64, 7168, 2048).block_n) == (32, 56)  # 128 tiles
-    assert chosen(4096, 2112, 7168).block_n == 176
-    assert chosen(16, 512, 8192).split_k >= 4 and [chosen(16, n, 8192).split_k for n in (4096, 28672)] == [2, 1]
-    assert chosen(16, 512, 256).split_k == 1
-    assert (chosen(64, 576, 7168).block_n, chosen(64, 576, 7168).split_k) == (40, 8)
+    assert chosen(24, 4096, 8192).block_m == 24 and chosen(100, 576, 8192).split_k > 1
+    assert chosen(16, 512, 8192).split_k >= 4 and chosen(16, 512, 256).split_k == 1
     assert (chosen(4096, 4096, 8192).kernel, chosen(4096, 4096, 8192).block_n) == ("large_m", 256)
-    assert (chosen(512, 4096, 8192).kernel, chosen(512, 4096, 8192).block_n) == ("large_m", 128)
+    for m, n, k in ((1, 4096, 8192), (64, 7168, 2048), (128, 4096, 8192), (300, 5120, 5120)):
+        config = chosen(m, n, k)
+        waves = -(-config.blocks(m, n) // 132)
+        assert config.blocks(m, n) / (132 * waves) > 0.6, config
 
 
 BUILT = [

@@ -1,9 +1,12 @@
 """matmul by TMA and wgmma: what it refuses and chooses, what it launches, that both kernels build."""
 
+import re
+
 import pytest
 import torch
 
 from tilery import languages
+from tilery.base import settings
 from tilery.base.launch import Argument
 from tilery.base.spec import TensorSpec, case
 from tilery.core import policy, tuned
@@ -186,6 +189,19 @@ def test_the_kernel_for_few_rows_and_that_for_many():
     assert kernel.default(call_of(16, 6144, 4096)).block_m == 16
     assert [kernel.default(call_of(m, 4096, 4096)).kernel for m in (16, 4096)] == ["small_m", "large_m"]
     assert kernel.default(call_of(16, 1280, 8192)).split_k > 1
+
+
+def test_explaining_a_choice_names_the_time_it_expects(capsys, monkeypatch):
+    monkeypatch.setattr(device, "name", lambda where: "a GPU that nothing is tuned for")
+    with settings.override(explain=True):
+        policy.decide(matmul, call_of(16, 4096, 4096), None, None)
+    said = capsys.readouterr().err
+    assert re.search(r"runs cuda.hopper with Config\(.*\), default, expected to take \d+\.\d µs on an H200", said)
+
+
+def test_large_products_get_the_tiles_that_need_the_least_power():
+    config = kernel.default(call_of(8192, 8192, 8192))
+    assert (config.block_n, config.multicast_b, config.tma_store) == (128, 2, True)
 
 
 def test_expected_times_grow_with_the_work():

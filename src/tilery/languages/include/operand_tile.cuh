@@ -8,25 +8,26 @@
 // [K, rows], and the tile has chunks of K_PER_BLOCK rows along K, each with 64 of the operand's rows side by side. Chunks
 // begin STEP rows of the operand apart.
 //
-// MULTICAST blocks of a cluster need the same tile: they take turns, and one of them loads it for all in `mask`.
+// MULTICAST blocks of a cluster need the same tile: each loads a part and multicasts it to those in `mask`.
 template <bool MN_MAJOR, int ROWS, int MULTICAST = 1, int STEP = 64>
 struct OperandTile {
     static constexpr int K_PER_BLOCK = 64, CHUNKS = (ROWS + STEP - 1) / STEP, CHUNK_BYTES = K_PER_BLOCK * SWIZZLE_BYTES;
+    static constexpr int PART = (MN_MAJOR ? K_PER_BLOCK : ROWS) / MULTICAST;  // lines of 128 bytes that a block loads
     static constexpr int BYTES = MN_MAJOR ? CHUNKS * CHUNK_BYTES : ROWS * SWIZZLE_BYTES;
     static constexpr int K_STEP = MN_MAJOR ? 16 * SWIZZLE_BYTES >> 4 : 32 >> 4;  // of the descriptor, for each wgmma
-    static_assert(BYTES % SWIZZLE_ATOM == 0, "tiles start at multiples of the swizzle atom");
+    static_assert(PART * SWIZZLE_BYTES % SWIZZLE_ATOM == 0, "parts start at multiples of the swizzle atom");
 
-    // `turn`: which of the blocks that need the tile this one is.
-    static __device__ void load(u64 policy, int turn, unsigned mask, Mbarrier& barrier, unsigned char* to,
+    // `part`: which of the blocks that need the tile this one is.
+    static __device__ void load(u64 policy, int part, unsigned mask, Mbarrier& barrier, unsigned char* to,
                                 const TensorMap& map, int k_block, int row, int batch) {
-        if (MULTICAST > 1 && k_block % MULTICAST != turn) return;
-        const int k = k_block * K_PER_BLOCK;
+        const int k = k_block * K_PER_BLOCK, skip = MULTICAST > 1 ? part * PART : 0;
         if constexpr (MN_MAJOR) {
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c)
-                tma_load_3d<(MULTICAST > 1)>(policy, mask, barrier, to + c * CHUNK_BYTES, map, row + c * STEP, k, batch);
+                tma_load_3d<(MULTICAST > 1)>(policy, mask, barrier, to + c * CHUNK_BYTES + skip * SWIZZLE_BYTES, map,
+                                             row + c * STEP, k + skip, batch);
         } else {
-            tma_load_3d<(MULTICAST > 1)>(policy, mask, barrier, to, map, k, row, batch);
+            tma_load_3d<(MULTICAST > 1)>(policy, mask, barrier, to + skip * SWIZZLE_BYTES, map, k, row + skip, batch);
         }
     }
     // From `row` of the tile on: a multiple of 8, or of STEP if the tile is MN-major.

@@ -13,14 +13,6 @@ __device__ inline void prefetch_tensor_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// True in one thread of a warp, of which all are here. The compiler knows that it is one thread: in a branch on it the
-// operands of TMA need no loop over threads that might have others.
-__device__ inline bool elect_one() {
-    unsigned elected;
-    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
-    return elected;
-}
-
 // Loads the box at (column, row) of a matrix.
 __device__ inline void tma_load_2d(Mbarrier& barrier, void* to, const TensorMap& map, int column, int row) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(384) fp8_matmul(
     int row0, col0;
     if (warpgroup == 2) {
         decrease_registers<56>();
-        if (warp == 8 && elect_one()) {  // loads tiles
+        if (warp == 8 && lane == 0) {  // loads tiles
             for (int t = first_tile; t < tiles; t += tile_stride) {
                 locate(t, row0, col0);
                 for (int kb = 0; kb < k_blocks; ++kb, pipeline.advance()) {
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 64) fp8_matmul_small_m(
     __syncthreads();
     float acc[COUNT] = {};
     if (warp == WARPGROUPS * 4) {  // loads tiles
-        if (elect_one()) {
+        if (lane == 0) {
             const u64 policy = scheduler.tiles_m == 1 ? evict_first_policy() : evict_normal_policy();
             for (int t = scheduler.first_tile; t < scheduler.tiles; t += scheduler.tile_stride) {
                 const int row = scheduler.row(t), column = scheduler.column(t);

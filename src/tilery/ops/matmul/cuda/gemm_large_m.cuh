@@ -58,7 +58,7 @@ __device__ __forceinline__ void gemm_large_m(const TensorMap& a_map, const Tenso
     int batch, row0, col0;
     if (warpgroup == 2) {
         decrease_registers<40>();
-        if (warp == 8 && elect_one()) {
+        if (warp == 8 && lane == 0) {
             const u64 policy = evict_normal_policy();
             for (int t = first_tile; t < tiles; t += tile_stride) {
                 locate(t, batch, row0, col0);

@@ -40,7 +40,7 @@ __device__ __forceinline__ void gemm_small_m(const TensorMap& a_map, const Tenso
     __syncthreads();
     float acc[HALVES][SplitK::COUNT];
     if (warp == WARPGROUPS * 4) {
-        if (elect_one()) {
+        if (lane == 0) {
             const u64 normal = evict_normal_policy(), b_policy = scheduler.tiles_m == 1 ? evict_first_policy() : normal;
             const auto at = scheduler.at;
             for (int t = scheduler.first_tile; t < scheduler.tiles; t += scheduler.tile_stride) {

@@ -14,7 +14,7 @@ import torch
 
 from tilery.base.integers import ceil_div
 from tilery.base.launch import Persistent
-from tilery.hardware.gpu import Gpu, gpu
+from tilery.hardware.gpu import gpu
 from tilery.languages import tensor_maps
 
 TMA_STORE_ROWS = 64  # of a tile of c, by each consumer warpgroup
@@ -50,7 +50,8 @@ class Config:
 
     # In files of tuned configs:
     old_names: ClassVar[dict[str, str]] = {
-        "form": "kernel", "splits": "split_k", "group": "group_m", "staged": "tma_store", "share": "multicast_b", "multicast": "multicast_b",
+        "form": "kernel", "splits": "split_k", "group": "group_m", "staged": "tma_store", "share": "multicast_b",
+        "multicast": "multicast_b",
     }  # fmt: skip
     old_values: ClassVar[dict[str, dict[str, str]]] = {"kernel": {"wide": "large_m", "few": "small_m"}}
 
@@ -154,6 +155,12 @@ def refusal(config: Config, choices: Choices, n: int, itemsize: int, where: torc
             return f"{name} of the {config.kernel} kernel must be one of {', '.join(map(str, values))}, got {got}"
     if not config.registers_fit:
         return f"sums of {config.block_m} × {config.block_n} do not fit the registers of a block"
+    for name, rows, by in (
+        ("block_m", config.block_m, config.multicast_a),
+        ("block_n", config.block_n // config.halves, config.multicast_b),
+    ):
+        if rows % (8 * by):
+            return f"{name} must be a multiple of {8 * by} in each half of b, to be loaded in {by} parts, got {config}"
     if config.multicast_a * config.multicast_b > MOST_BLOCKS:
         return f"a cluster has at most {MOST_BLOCKS} blocks, got multicast_a × multicast_b of {config}"
     if config.split_k > 1 and config.partial_sum_bytes > config.stages * config.tile_bytes:

@@ -40,11 +40,11 @@ class Operand:
     def workspace_name(self) -> str:
         return f"{self.name}_copy"
 
-    def tensor_map(self, tile_rows: int) -> TensorMapOf:
-        """Boxes of a tile of so many rows, or of its chunks."""
+    def tensor_map(self, tile_rows: int, multicast: int) -> TensorMapOf:
+        """Boxes of a part of a tile of so many rows; `multicast` blocks of a cluster load one each."""
         assert isinstance(self.x, Argument)
         count, width, stride = self.lines
-        box = _CHUNK if self.mn_major else tile_rows
+        box = (_CHUNK if self.mn_major else tile_rows) // multicast
         sizes, strides = (width, count, self.batches), (stride, self.batch_stride)
         return TensorMapOf(self.x, sizes, strides, (box,), side_by_side=self.mn_major and tile_rows > _CHUNK)
 

@@ -20,14 +20,11 @@ _LONGEST_KEPT = 32768  # values in the registers of 16 warps: 64 of 255 a lane, 
 _VALUES_PER_LANE = 128
 _L1_TAKEN = 19 * 1024  # bytes of L1 and shared memory that do not cache rows: 208 of an H200's 227 KiB do
 _L1_BLOCK = 4096  # of a row that is read again from the L1 cache, so that registers are left for more programs
-_LEAST_L1_BLOCK = 1024
 _PIECE_PER_WARP = 256  # values of a piece: eight a lane, one access of 16 bytes in bf16
 _PIECE_WARPS = (2, 4, 8, 16)
-_SHORT = 1024  # rows up to which one block does
-_MANY, _ALONE = 8, 3  # most pieces of a default: 64 values a lane, or 24
-MOST_PIECES = 16  # of any config
-_EARLY_WARPS = 4  # of a block that lets the next kernel start: see `pdl_launch_dependents`
-_SM_VALUES = 16384  # that the programs on an SM load at a time: eight for each of its 2048 threads
+_WHOLE = 4096  # a row up to this length is one block: 8192 × 3584 on an H200 took 29.2 µs so, 29.9 in pieces
+_PIECE_REGISTERS = 72  # of a lane, for all pieces of a row
+MOST_PIECES = 16
 
 
 @dataclass(frozen=True)
@@ -85,10 +82,11 @@ class Tiling:
         """Sixteen values a lane; eight where each is an access of its own, with an address and a mask, or rows are few.
 
         Several short rows are one program's as long as that leaves many programs. Rows that would leave much of a block
-        empty wait in pieces of it. Many long rows of which one sum must be known are read in blocks, twice, the second
-        time from L1: 32768 × 8192 took 255 µs so on an H200, 261 in registers.
+        empty wait in pieces of it: rms_norm of 8192 × 5120 took 41.8 µs so on an H200, 54.4 read twice in blocks of
+        4096. Of others, many long rows of which one sum must be known are read in blocks, twice, the second time from
+        L1: 32768 × 8192 took 255 µs so, 261 in registers.
         """
-        return self._read_again(x) or self._read_once(x)
+        return (None if self._cut(x) else self._read_again(x)) or self._read_once(x)
 
     def configs(self, x: TensorSpec) -> list[Config]:
         """The default first, then what is near it, then shorter blocks."""
@@ -118,17 +116,11 @@ class Tiling:
         """For many long rows of which L1 holds those of all programs on an SM: two of 32 warps, four of 16 or more."""
         m, n, _ = rows(x)
         whole = triton.next_power_of_2(n)
-        # Of rows as long as this an SM holds one in registers, so that nothing loads while it is written.
-        long = n < whole and n > _LONGEST_KEPT // 2
-        many = gpu(x.device).sms if long else _hiding(x)
-        if not (self.one_sum and m > many and m * n >= 2**22 and n >= 4096):
+        if not (self.one_sum and m > _hiding(x) and m * n >= 2**22 and n >= 4096):
             return None
         fitting = _l1_rows(x, self.inputs)
         if fitting >= 4:
             block = min(whole // 2, _L1_BLOCK)
-            # Short blocks leave least of the last one empty: 5120 is five of 1024, but one and a quarter of 4096.
-            while n < whole and block > _LEAST_L1_BLOCK and _SM_VALUES // (block // 2) <= fitting:
-                block //= 2
             return Config(1, block, block // 256)
         if fitting >= 2 and n > 2 * _L1_BLOCK:
             return Config(1, 2 * _L1_BLOCK, _WARPS[-1])
@@ -151,8 +143,7 @@ class Tiling:
         return Config(count, block, _warps(count * block, n, values_per_warp, few=m <= _hiding(x)))
 
     def _cut(self, x: TensorSpec) -> Cut | None:
-        m, n, _ = rows(x)
-        found = cut(n, m <= _hiding(x), m <= _hiding(x) // 2) if self.in_pieces else None
+        found = cut(x.shape[-1], x.dtype.itemsize) if self.in_pieces else None
         return found if found and found.block >= self.least_block else None
 
 
@@ -172,7 +163,7 @@ def _warps(values: int, n: int, values_per_warp: int = 512, few: bool = False) -
     return min(max(values // each, min(values // 256, 4) if few else 1, 1), _MANY_WARPS)
 
 
-# Rows in pieces: a row of 5120 is five blocks of 1024, not one of 8192 with a third masked. Triton's blocks are powers
+# Rows in pieces: a row of 5120 is three blocks of 2048, not one of 8192 with a third masked. Triton's blocks are powers
 # of two. All pieces of a row have the same size and layout, so what a thread has of them is added up in its own
 # registers, and threads meet once for the sum of a row.
 
@@ -183,19 +174,16 @@ def cuts(n: int) -> list[Cut]:
     return [c for c in found if 2 <= c.pieces <= MOST_PIECES]
 
 
-def cut(n: int, resident: bool, alone: bool) -> Cut | None:
-    """The pieces that cover a row of n most closely; None where one block leaves no more lanes idle.
+def cut(n: int, itemsize: int) -> Cut | None:
+    """How a row of n waits in registers; None where one block does, as of a power of two.
 
-    `resident`: all programs run at once, and the next kernel waits for them to let it start. `alone`: an SM has few of
-    them, so that more warps with fewer values each hide latency.
+    Pieces of 2048 with eight warps were the fastest or within 3 % of it at 5120, 7168 and 18432 on an H200, of 16, 512
+    and 8192 rows, for rms_norm, add_rms_norm and softmax; longer rows of wide values take twice as many threads.
     """
-    if n <= _SHORT:
+    if n <= _WHOLE or n & (n - 1) == 0:
         return None
-    most = [(c, _ALONE if alone and c.num_warps < _PIECE_WARPS[-1] else _MANY) for c in cuts(n)]
-    found = [c for c, pieces in most if 3 <= c.pieces <= pieces and (c.num_warps >= _EARLY_WARPS or not resident)]
-    best = min(found, key=lambda c: (c.block * c.pieces, c.pieces), default=None)
-    whole = triton.next_power_of_2(n)
-    return best if best and 17 * best.block * best.pieces <= 16 * whole else None
+    lanes = 8 * itemsize // 4  # registers of a piece
+    return next((c for c in cuts(n) if c.num_warps >= 8 and c.pieces * lanes <= _PIECE_REGISTERS), None)
 
 
 @triton.jit
