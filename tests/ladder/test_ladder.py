@@ -95,7 +95,7 @@ def test_no_fence_of_the_whole_gpu_stands_between_products(name):
         ("wgmma", {"layout_b": "contiguous"}, "b [K, N] of contiguous columns"),
         ("wgmma", {"layout": "padded"}, "a [M, K] of contiguous rows"),
         ("shipped", {"m": 5, "n": 7, "k": 24}, None),
-        ("shipped", {"m": 5, "n": 7, "k": 3}, "rows of a must start at multiples of 16 bytes"),
+        ("shipped", {"m": 5, "n": 7, "k": 3}, None),  # lines that TMA cannot address are copied first
     ],
 )
 def test_says_what_it_cannot_take(name, problem, said):

@@ -29,11 +29,12 @@ _SMALL_M = 1024  # rows, up to which the small-M kernel takes part
 _LARGE_M = 64  # rows, from which the large-M kernel takes part
 _MANY = 1024  # rows, from which blocks of the large-M kernel multicast b and none splits K
 _LEAST_K_BLOCKS = 8  # of a split: 512 values of 16 bits
+_LEAST_DEPTH = 4  # k-blocks in the pipeline of a small-M config, whose k-blocks take little time
 _DEEP = 6  # k-blocks in the pipeline, fewer of which do not hide the latency of memory
 _GROUPS = (4, 8, 16)
 _TUNED = 32  # configs that a tuner tries
-# Where power limits the clock, the coolest tiles are ahead of others. The short runs that costs are fitted to do not show
-# it.
+# Where power limits the clock, the coolest tiles are ahead of others, which the short runs that costs are fitted to do
+# not show.
 _POWER = 1.3
 _LONG, _MANY_WAVES = 1e11, 7  # FLOPs of such products, and waves of those tiles
 
@@ -87,7 +88,8 @@ class Problem(Generic[C]):
 
     def ranked(self) -> list[C]:
         """All configs that the kernel takes, the one that should take the least time first."""
-        found = (c for c in (*self._small_m(), *self._large_m()) if c.stages > 1 and self.taken(c))
+        deep = (c for c in self._small_m() if c.stages * c.k_blocks_per_stage >= _LEAST_DEPTH)
+        found = (c for c in (*deep, *self._large_m()) if c.stages > 1 and self.taken(c))
         return sorted(found, key=lambda c: (self.expected_us(c), c.cluster, c.block_m * c.block_n))
 
     def candidates(self) -> list[C]:
