@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tilery import languages
+from tilery.base import settings
 from tilery.base.errors import BadTunedFile
 from tilery.base.spec import TensorSpec
 from tilery.core import tuned
@@ -42,6 +43,18 @@ def test_the_users_entry_goes_before_the_shipped_one(ship):
     assert (softmax.plan(SPECS).config, softmax.plan(SPECS).source) == (SHIPPED, "tuned")
     keep(ship, OWN, own=True)
     assert softmax.plan(SPECS).config == OWN
+
+
+def test_tuned_configs_can_be_left_out(ship, monkeypatch):
+    keep(ship, SHIPPED, own=False)
+    keep(ship, OWN, own=True)
+    with settings.override(tuned=False):
+        assert softmax.plan(SPECS).source == "default"
+    assert softmax.plan(SPECS).source == "tuned"
+    monkeypatch.setenv("TILERY_TUNED", "0")
+    assert settings.from_environment().tuned is False
+    monkeypatch.delenv("TILERY_TUNED")
+    assert settings.from_environment().tuned is True
 
 
 def test_a_shipped_file_lies_in_the_folder_of_its_device(ship):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import plant
+from tilery.base import settings
 from tilery.base.spec import case
 from tilery.core.op import REGISTRY
 from tilery.measure import ceilings, timing
@@ -39,6 +40,20 @@ def test_what_runs_is_timed_beside_its_peers():
         assert row.bytes == 2 * 64 * 256 * 4 and row.dtype == "fp32"
     assert found["baseline:torch"].ratio == 1.0 and found["numba"].error < 1e-6
     assert found["baseline:torch"].error < 1e-6
+
+
+def test_defaults_are_the_kernel_and_config_of_an_untuned_call(monkeypatch):
+    op, depth = REGISTRY["softmax"], Depth(rounds=6, turn_ms=1.0, warm_s=0.0)
+    (unit,) = bench.units(op, list(op.kernels), ["baseline:torch"], [SMALL], depth, defaults=True)
+    (all_of_them,) = bench.units(op, list(op.kernels), ["baseline:torch"], [SMALL], depth)
+    if unit.device == "cpu":
+        assert unit.kernels == ("numba",)
+    assert len(unit.kernels) == 1 and not unit.tuned and all_of_them.tuned
+    seen = []
+    monkeypatch.setattr(bench, "_measured", lambda unit, progress: iter([seen.append(settings.get().tuned)]))
+    for each in (unit, all_of_them):
+        list(bench.measure(each))
+    assert seen == [False, True]
 
 
 def test_arithmetic_has_no_copy_beside_it(monkeypatch):

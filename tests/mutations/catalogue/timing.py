@@ -87,6 +87,12 @@ TIMING.add(
     "return ms / self.calls",
     "test_timing.py::test_a_graphs_time_is_that_of_one_call",
 )
+BENCH.add(
+    "defaults-as-tuned",
+    "with settings.override(tuned=unit.tuned):",
+    "with settings.override(tuned=True):",
+    "test_bench.py::test_defaults_are_the_kernel_and_config_of_an_untuned_call",
+)
 
 BENCH.add(
     "arithmetic-not-in-pairs",

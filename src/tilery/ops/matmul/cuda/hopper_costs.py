@@ -27,7 +27,7 @@ FITTED = Path(__file__).with_name("hopper_costs.json")
 
 _SMALL_M = 1024  # rows, up to which the small-M kernel takes part
 _LARGE_M = 64  # rows, from which the large-M kernel takes part
-_MANY = 1024  # rows, from which blocks of the large-M kernel multicast b and none splits K
+_MANY = 1024  # rows, beyond which the large-M kernel does not split K
 _LEAST_K_BLOCKS = 8  # of a split: 512 values of 16 bits
 _LEAST_DEPTH = 4  # k-blocks in the pipeline of a small-M config, whose k-blocks take little time
 _DEEP = 6  # k-blocks in the pipeline, fewer of which do not hide the latency of memory
