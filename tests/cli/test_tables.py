@@ -302,6 +302,8 @@ def test_a_word_longer_than_the_line_is_cut_behind_commas():
 
 # The verdict of a bench
 
+MIXED = (("cuda.hopper", 1.25), ("triton", 3.2))
+
 
 def said_of(*rows):
     return [*bench._verdicts(list(rows)), *bench._warnings(list(rows))]
@@ -312,12 +314,30 @@ def test_a_verdict_counts_rows_and_names_what_is_behind():
     rows = [timed("softmax", "numba", f"m={m}", 1.0, 1.5) for m in range(3)] + [
         timed("matmul", "numba", case, 1.0, 0.47)
     ]
-    assert said_of(*rows) == [f"numba is ahead of torch in 3 of 4 rows; matmul {case} 0.47 × is behind."]
+    mean = "1.12 × in geometric mean, 0.47 to 1.50"
+    assert said_of(*rows) == [f"numba is ahead of torch in 3 of 4 rows ({mean}); matmul {case} 0.47 × is behind."]
     rows += [timed("softmax", "numba", "m=9", 1.0, 1.0), Row("softmax", "numba", "m=8", "fail", "wrong")]
-    assert said_of(*rows)[0].startswith("numba is ahead of torch in 3 of 6 rows, level in 1, failed in 1; matmul")
+    assert said_of(*rows)[0].startswith("numba is ahead of torch in 3 of 6 rows, level in 1, failed in 1 (1.10 ×")
     both = [timed("softmax", kernel, "m=1", 1.0, 2.0) for kernel in ("numba", "triton", BASE)]
     assert said_of(*both) == ["numba, triton are ahead of torch in 1 of 1 row."]
     assert said_of(timed("softmax", "numba", "m=1", 1.0)) == [], "nothing to be held against"
+
+
+def test_a_verdict_of_defaults_is_of_the_op_whatever_kernel_each_case_gets():
+    rows = [timed("matmul", kernel, f"m={m}", 1.0, ratio) for m, (kernel, ratio) in enumerate(MIXED)]
+    assert bench._verdicts(rows, defaults=True) == [
+        "matmul's default is ahead of torch in 2 of 2 rows (2.00 × in geometric mean, 1.25 to 3.20)."
+    ]
+    assert bench._verdicts(rows) == ["cuda.hopper, triton are ahead of torch in 1 of 1 row."]
+
+
+def test_a_mean_is_of_rows_from_memory_where_there_are_any():
+    rows = [timed("matmul", "triton", f"m={m}", 1.0, ratio) for m, ratio in enumerate((2.0, 8.0, 50.0))]
+    rows[2].inputs = "warm"
+    assert "(4.00 × in geometric mean, 2.00 to 8.00)" in bench._verdicts(rows)[0]
+    for row in rows:
+        row.inputs = "warm"
+    assert "2.00 to 50.00)" in bench._verdicts(rows)[0]
 
 
 def test_many_rows_behind_are_counted():

@@ -108,6 +108,7 @@ def test_torch_compile_may_overlap_its_launches_where_the_gpu_can(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         options = peers._compile_options()
         assert options["max_autotune"] and options.get("triton.enable_pdl", False) == overlaps
+        assert not options["autotune_local_cache"]
 
 
 @pytest.mark.parametrize("op", ["fp8_matmul", "fp8_matmul_rowwise"])

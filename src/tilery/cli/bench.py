@@ -81,7 +81,7 @@ def bench(
         done = run(choices, Store(), depth, not warm, say, count, shapes, defaults)
     if csv:
         write_csv(done.rows, csv)
-    table = _table(done.rows, common.shapes_title(shapes))
+    table = _table(done.rows, common.shapes_title(shapes), defaults)
     if svg:
         _draw(table, svg)
     if json:
@@ -108,7 +108,7 @@ def _csv_writer(form: str, ops: "list[Op]") -> "Callable[[list[Row], Path], None
     return writers[form]
 
 
-def _table(rows: "list[Row]", more: str = "") -> Group:
+def _table(rows: "list[Row]", more: str = "", defaults: bool = False) -> Group:
     """What was timed, what was compiled instead, why others were neither, and what it comes to."""
     from tilery.measure.result import machine
 
@@ -122,32 +122,41 @@ def _table(rows: "list[Row]", more: str = "") -> Group:
     if compiled:
         shown += ["", Table("Compiled, not run", _COMPILED, map(_compiled_line, compiled))]
     below = [common.reasons(rows)] if any(row.status in ("fail", "refused", "skipped") for row in rows) else []
-    said = [Paragraph(text) for text in (*_verdicts(rows), *_warnings(rows))]
+    said = [Paragraph(text) for text in (*_verdicts(rows, defaults), *_warnings(rows))]
     for part in (below, said):
         shown += ["", *part] if part else []
     return Group(*shown)
 
 
-def _verdicts(rows: "list[Row]") -> list[str]:
-    """In how many rows each kernel is ahead of torch, and where it is behind."""
+def _verdicts(rows: "list[Row]", defaults: bool = False) -> list[str]:
+    """In how many rows each kernel, or each op's default, is ahead of torch, and where it is behind."""
     from tilery.measure.result import is_ours
 
-    kernels: dict[str, list[str]] = {}  # by what is true of them
-    for kernel in dict.fromkeys(row.kernel for row in rows if is_ours(row.kernel)):
-        held = [row for row in rows if row.kernel == kernel and (row.ratio is not None or row.status == "fail")]
+    by_name: dict[str, list[Row]] = {}
+    for row in rows:
+        if is_ours(row.kernel) and (row.ratio is not None or row.status == "fail"):
+            by_name.setdefault(f"{row.op}'s default" if defaults else row.kernel, []).append(row)
+    names: dict[str, list[str]] = {}  # by what is true of them
+    for name, held in by_name.items():
         if any(row.status == "pass" for row in held):
-            kernels.setdefault(_verdict(held), []).append(kernel)
-    return [f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {said}." for said, names in kernels.items()]
+            names.setdefault(_verdict(held), []).append(name)
+    return [f"{', '.join(some)} {'is' if len(some) == 1 else 'are'} {said}." for said, some in names.items()]
 
 
 def _verdict(rows: "list[Row]") -> str:
-    """Ahead or behind is where the whole interval of the ratio says so."""
+    """Ahead or behind is where the whole interval of a ratio says so. The mean has warm rows only if all are."""
+    from tilery.pages.summary import geometric_mean
+
     held = [row for row in rows if row.status == "pass"]
     ahead = sum((row.ratio_low or 0.0) > 1 for row in held)
     behind = sorted((row for row in held if (row.ratio_high or 0.0) < 1), key=lambda row: row.ratio or 0.0)
     level, failed = len(held) - ahead - len(behind), len(rows) - len(held)
     said = f"ahead of torch in {ahead} of {_counted(len(rows), 'row')}"
     said += "".join(f", {what} in {count}" for what, count in (("level", level), ("failed", failed)) if count)
+    ratios = [row.ratio for row in held if row.ratio and row.inputs != "warm"]
+    ratios = ratios or [row.ratio for row in held if row.ratio]
+    if len(ratios) > 1:
+        said += f" ({geometric_mean(ratios):.2f} × in geometric mean, {min(ratios):.2f} to {max(ratios):.2f})"
     if not behind:
         return said
     named = ", ".join(f"{row.op} {row.case} {row.ratio:.2f} ×" for row in behind[:_NAMED])

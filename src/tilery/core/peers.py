@@ -79,6 +79,7 @@ def _compile_options() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {}
     options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")  # the timer makes graphs
+    options["autotune_local_cache"] = False  # what it once chose on a busy GPU would stay
     known = torch._inductor.list_options()
     pdl = "triton.enable_pdl" in known and torch.cuda.get_device_capability() >= (9, 0)
     return options | ({"triton.enable_pdl": True} if pdl else {})

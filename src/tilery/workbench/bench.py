@@ -155,14 +155,17 @@ def said(cold: bool, sets: Sets, cost: Cost, where: torch.device) -> str:
 
 
 def _arm(op: Op, name: str, sets: Sets, row: Row) -> timing.Arm:
-    call: Callable[..., Any]
+    if not is_peer(name):
+        row.config, row.source = str(op.plan(op.specs(sets[0]), name).config), source_hash(op, name)
+    return rotating(call_of(op, name, sets[0]), sets)
+
+
+def call_of(op: Op, name: str, args: tuple[Any, ...]) -> Callable[..., Any]:
+    """The peer, or the kernel with the config that it is given for such arguments."""
     if is_peer(name):
-        call = op.baselines[name]
-    else:
-        plan = op.plan(op.specs(sets[0]), name)
-        row.config, row.source = str(plan.config), source_hash(op, name)
-        call = lambda *args: plan(args)  # noqa: E731
-    return rotating(call, sets)
+        return op.baselines[name]
+    plan = op.plan(op.specs(args), name)
+    return lambda *given: plan(given)
 
 
 def rotating(call: Callable[..., Any], sets: Sets) -> timing.Arm:

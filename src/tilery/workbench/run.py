@@ -21,7 +21,7 @@ from tilery.measure.place import not_run, place
 from tilery.measure.recorder import Recorder, kind_of
 from tilery.measure.result import Row, is_ours
 from tilery.measure.store import Store
-from tilery.workbench import isolate
+from tilery.workbench import first_calls, isolate
 from tilery.workbench.bench import units
 
 Say = Callable[[str], None]
@@ -61,6 +61,7 @@ def run(
     with recorder.running():
         for (op, arm), why in left_out.items():
             recorder.add(Row(op, arm, "", "skipped", why))
+        first_calls.make(work, say)
         for rows in isolate.measured(work, lambda arm, what: say(what)):
             for row in rows:
                 recorder.add(row)
