@@ -170,8 +170,8 @@ def test_a_random_set_is_said_with_its_seed(at_hand):
     again = run_json(*words, name)
     assert again["shapes"] == name
     assert {r["case"] for r in again["rows"]} == {r["case"] for r in checked["rows"]}  # the same cases
-    fresh = re.search(r"--shapes (random:20:\d+)", run(*words, "random"))[1]
-    kept = run_json("runs")["runs"][-2:]
+    fresh = re.search(r"--shapes (random:20:\d+)", " ".join(run(*words, "random").split()))[1]
+    kept = [each for each in run_json("runs")["runs"] if each["machine"].get("shapes") in (name, fresh)]
     assert [each["machine"]["shapes"] for each in kept] == [name, fresh]
     assert f"({fresh})" in run("runs")  # the command does not say it
 
@@ -210,6 +210,46 @@ def test_bench_prints_and_writes(tmp_path):
     assert [x["control"] for x in lines] == [lines[2]["ratio"]] * 4, "torch against itself stands in every line"
     assert [len(x["source"]) for x in lines] == [0, 12, 0, 0], "a kernel of ours says which source was measured"
     assert "<svg" in picture.read_text() and "url(http" not in picture.read_text()
+
+
+def test_bench_adds_to_a_file_what_is_not_in_it(tmp_path):
+    file = tmp_path / "rows.csv"
+    words = ("bench", "softmax", "-b", "numba", "--screen", "--peers", "torch", "--csv", str(file), "--add")
+    one, two = ("m=64,n=128,dtype=fp32", "m=65,n=128,dtype=fp32")
+    for case in (one, two, one):
+        before = file.read_text() if file.exists() else ""
+        run(*words, "--case", case)
+        assert file.read_text().startswith(before)
+    with file.open() as opened:
+        assert [x["case"] for x in csv.DictReader(opened) if x["kernel"] == "numba"] == [one, two]
+    file.write_text(before.replace("control", "noise", 1))
+    with pytest.raises(BadInput, match=r"rows.csv has other columns than what would be added \(control, noise\)"):
+        app(("bench", "softmax", "--csv", str(file), "--add"), standalone_mode=False)
+
+
+def test_bench_begins_no_case_after_its_minutes(tmp_path):
+    file = tmp_path / "rows.csv"
+    words = (
+        "bench",
+        "softmax",
+        "-b",
+        "numba",
+        "--screen",
+        "--peers",
+        "none",
+        "--shapes",
+        "random:3:5",
+        "--csv",
+        str(file),
+    )
+    rows = run_json(*words, "--minutes", "0")["rows"]
+    left = [row for row in rows if row["status"] == "skipped"]
+    assert [row["kernel"] for row in rows[:1]] == ["numba"] and len(left) == 2
+    assert {row["reason"] for row in left} == {"not begun: the 0 minutes of --minutes were over"}
+    run(*words, "--add")
+    with file.open() as opened:
+        lines = [x for x in csv.DictReader(opened) if x["kernel"] != "control:copy"]
+    assert len({x["case"] for x in lines}) == 3 and {x["status"] for x in lines} == {"pass"}
 
 
 def test_check_takes_a_product_by_its_sizes():
@@ -296,6 +336,7 @@ def test_cache_shows_and_clears(monkeypatch, tmp_path):
         (("bench", "softmax", "--N", "64", "--K", "64"), "--N and --K are for ops .* m, n and k, softmax needs m, n"),
         (("check", "softmax", "--N", "64", "--K", "64"), "--N and --K are for ops whose cases are m, n and k, softmax"),
         (("bench", "softmax", "--csv-form", "pairs"), "--csv-form pairs is for ops whose cases are m, n and k"),
+        (("bench", "softmax", "--add"), "--add goes with --csv FILE"),
         (("bench", "matmul", "--csv-form", "trios"), "--csv-form must be one of rows, pairs, got 'trios'"),
         (("check", "fp8_matmul", "-b", "numba", "--N", "64", "--K", "100"), "K must be a multiple of 128, got 100"),
         (("plan", "llama-8b", "--weights", "int3"), "weights must be one of bf16, fp8, got 'int3'"),

@@ -209,7 +209,7 @@ def test_tables_do_not_count_it():
 
     rows = [row("baseline:torch", 2.0), row("triton", 1.5), row("vendor", 0.5)]
     assert not result.is_ours("vendor") and not result.is_peer("vendor") and not result.is_control("vendor")
-    assert [line["kernel"] for line in pairs.pairs(rows)] == ["triton"]
+    assert [line["kernel"] for line in pairs.lines(rows)] == ["triton"]
     found = [summary.Found(SimpleNamespace(id="run"), one, 0) for one in rows]
     summary._add_ratios(found)
     assert [one.row.kernel for one in summary.best_per_cell(found)] == ["triton"]

@@ -174,6 +174,14 @@ def test_sets_are_as_large_as_they_say():
     ]
 
 
+def test_several_sets_are_one_behind_the_other_with_no_case_twice():
+    matmul = REGISTRY["matmul"]
+    both = shapes.cases(matmul, "quick,llama-8b")
+    assert both[:4] == shapes.cases(matmul, "quick") and len(both) == 5 * 5
+    with pytest.raises(BadInput, match=r"--shapes must be one of llama-8b, .*, got 'llama'"):
+        shapes.cases(matmul, "quick,llama")
+
+
 def test_the_sweep_is_rows_by_lengths_within_reason():
     found = [case.params for case in shapes.cases(REGISTRY["rms_norm"], "sweep")]
     assert {"m": 1, "n": 131072, "dtype": "bf16"} in found and {"m": 32768, "n": 8192, "dtype": "bf16"} in found

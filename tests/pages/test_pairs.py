@@ -4,6 +4,7 @@ import csv
 
 import pytest
 
+from tilery.measure import csv_file
 from tilery.measure.result import Row
 from tilery.pages import pairs
 
@@ -18,7 +19,7 @@ def row(kernel, ms=None, status="pass", reason="", case=CASE, **more):
 
 
 def test_ours_is_the_fastest_that_is_right():
-    found = pairs.pairs([
+    found = pairs.lines([
         row("baseline:cublaslt", 2.0), row("baseline:deepgemm", 1.5), row("triton", 1.0, max_diff=0.25),
         row("numba", 3.0), row("cuda", 0.5, "fail", "wrong"), row("control:copy", 0.1),
     ])  # fmt: skip
@@ -34,20 +35,20 @@ def test_ours_is_the_fastest_that_is_right():
 def test_beside_torch_each_is_held_against_its_own_turns():
     ours = row("triton", 1.0, against=(4.0, 4.4, 4.0))
     peer = row("baseline:cublaslt", 1.0, against=(2.0, 2.2, 2.0))
-    assert pairs.pairs([peer, ours])[0]["speedup"] == pytest.approx(2.0)
+    assert pairs.lines([peer, ours])[0]["speedup"] == pytest.approx(2.0)
 
 
 def test_a_peer_without_a_time_says_why():
     absent = row("baseline:deepgemm", status="skipped", reason="is not installed", case="")
     wrong = row("baseline:cublaslt", status="fail", reason="has error 1")
-    first, second = pairs.pairs([absent, wrong, row("triton", 1.0)])
+    first, second = pairs.lines([absent, wrong, row("triton", 1.0)])
     assert (first["peer"], first["note"]) == ("deepgemm", "deepgemm: is not installed")
     assert (second["peer"], second["note"]) == ("cublaslt", "cublaslt: has error 1")
     assert not {"peer_ms", "speedup"} & {*first, *second} and first["ours_ms"] == 1.0
 
 
 def test_a_wrong_kernel_has_no_speed():
-    (line,) = pairs.pairs([row("baseline:cublaslt", 1.0), row("triton", status="fail", reason="off by 3")])
+    (line,) = pairs.lines([row("baseline:cublaslt", 1.0), row("triton", status="fail", reason="off by 3")])
     assert line["acc_pass"] is False and line["note"] == "off by 3" and line["peer_ms"] == 1.0
     assert not {"ours_ms", "speedup"} & set(line)
 
@@ -55,7 +56,7 @@ def test_a_wrong_kernel_has_no_speed():
 def test_without_peers_there_is_a_line_a_product_and_none_for_what_only_compiled(tmp_path):
     other = "m=32,n=256,k=128,dtype=e4m3"
     rows = [row("triton", 1.0), row("triton", 2.0, case=other), row("cuda", status="compiled", case="m=1,n=1,k=1")]
-    pairs.write_csv(rows, tmp_path / "x.csv")
+    csv_file.write(tmp_path / "x.csv", pairs.COLUMNS, pairs.lines(rows))
     with (tmp_path / "x.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert [(x["M"], x["ours_ms"], x["peer"], x["speedup"]) for x in lines] == [
@@ -72,6 +73,6 @@ def test_the_control_of_the_same_problem_and_the_source_stand_beside_the_ratio()
         row("control:torch", 2.0, ratio=1.136),
         row("triton", 1.0, source="0123456789ab"),
     ]
-    first, second = pairs.pairs([*rows, row("baseline:torch", 2.0, case=other), row("triton", 1.0, case=other)])
+    first, second = pairs.lines([*rows, row("baseline:torch", 2.0, case=other), row("triton", 1.0, case=other)])
     assert (first["control"], first["source"]) == (1.136, "0123456789ab")
     assert (second["control"], second["source"]) == (None, "")

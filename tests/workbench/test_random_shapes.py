@@ -1,6 +1,7 @@
 """--shapes random: every op gets cases that it takes, spread as they should be, the same for the same seed."""
 
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -164,6 +165,8 @@ def test_the_models_are_published_ones():
 def test_a_set_is_said_with_its_seed():
     assert shapes.settled("random:7:3") == "random:7:3" and shapes.settled("quick") == "quick"
     assert shapes.settled(None) is None
+    assert shapes.settled("quick,random:7:3,odd") == "quick,random:7:3,odd"
+    assert re.fullmatch(r"random:20:\d+,random:2:\d+", shapes.settled("random,random:2"))
     fresh = {shapes.settled("random") for _ in range(5)}
     assert len(fresh) > 1 and all(name.startswith("random:20:") for name in fresh)
     assert shapes.settled("random:50").startswith("random:50:")

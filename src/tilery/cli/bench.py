@@ -3,9 +3,9 @@
 import io
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -46,7 +46,13 @@ def bench(
     warm: Annotated[bool, typer.Option("--warm", help="Inputs from the caches; from memory if not.")] = False,
     rounds: common.Rounds = None,
     turn_ms: common.TurnMs = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Begin no case after so many minutes; what is left out is said.", min=0.0)
+    ] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
+    add: Annotated[
+        bool, typer.Option("--add", help="Keep what the file of --csv holds, and leave its cases out.")
+    ] = False,
     csv_form: Annotated[
         str | None,
         typer.Option(help="rows: one an arm; pairs: one a product and peer (the form of --N and --K)."),
@@ -55,10 +61,11 @@ def bench(
     json: common.Json = False,
 ) -> None:  # fmt: skip
     """Check, then time kernels in turns with what a user could run instead; what cannot run here is compiled."""
+    from tilery.measure import csv_file
     from tilery.measure.place import require_known, timed_kernels
     from tilery.measure.result import is_control, is_peer
     from tilery.measure.store import Store
-    from tilery.workbench.run import Choice, run
+    from tilery.workbench.run import Choice, How, run
 
     common.require_writable(csv)
     common.require_writable(svg)
@@ -75,12 +82,13 @@ def bench(
         )
         for op in chosen
     ]
-    write_csv = _csv_writer(csv_form or ("pairs" if given else "rows"), chosen)
-    depth = common.depth(screen, rounds, turn_ms)
+    form = _csv_form(csv_form or ("pairs" if given else "rows"), chosen)
+    before = _added_to(csv, form) if add else []
+    how = How(common.depth(screen, rounds, turn_ms), not warm, shapes, defaults, minutes, csv_file.problems(before))
     with common.progress() as (say, count):
-        done = run(choices, Store(), depth, not warm, say, count, shapes, defaults)
+        done = run(choices, Store(), how, say, count)
     if csv:
-        write_csv(done.rows, csv)
+        csv_file.write(csv, form.columns, [*before, *form.lines(done.rows)])
     table = _table(done.rows, common.shapes_title(shapes), defaults)
     if svg:
         _draw(table, svg)
@@ -94,18 +102,31 @@ def bench(
     raise typer.Exit(1 if any(row.status == "fail" for row in kernels) else 0)
 
 
-def _csv_writer(form: str, ops: "list[Op]") -> "Callable[[list[Row], Path], None]":
+class _CsvForm(NamedTuple):
+    columns: Sequence[str]
+    lines: "Callable[[Sequence[Row]], list[dict[str, Any]]]"
+
+
+def _csv_form(name: str, ops: "list[Op]") -> _CsvForm:
     from tilery.measure import result
     from tilery.pages import pairs
     from tilery.workbench.shapes import require_product
 
-    writers = {"rows": result.write_csv, "pairs": pairs.write_csv}
-    if form not in writers:
-        raise BadInput(f"--csv-form must be one of {', '.join(writers)}, got {form!r}")
-    if form == "pairs":
+    forms = {"rows": _CsvForm(result.COLUMNS, result.lines), "pairs": _CsvForm(pairs.COLUMNS, pairs.lines)}
+    if name not in forms:
+        raise BadInput(f"--csv-form must be one of {', '.join(forms)}, got {name!r}")
+    if name == "pairs":
         for op in ops:
             require_product(op, "--csv-form pairs is")
-    return writers[form]
+    return forms[name]
+
+
+def _added_to(csv: Path | None, form: _CsvForm) -> list[dict[str, Any]]:
+    from tilery.measure import csv_file
+
+    if csv is None:
+        raise BadInput("--add goes with --csv FILE, the file that rows are added to; got no --csv")
+    return csv_file.measured(csv, form.columns)
 
 
 def _table(rows: "list[Row]", more: str = "", defaults: bool = False) -> Group:

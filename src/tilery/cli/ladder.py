@@ -38,7 +38,7 @@ def ladder(
     from tilery.base import files
     from tilery.ladder.plot import picture
     from tilery.ladder.run import chosen, run
-    from tilery.measure import result
+    from tilery.measure import csv_file, result
     from tilery.measure.store import Store
     from tilery.pages.plot import FORMATS
 
@@ -53,7 +53,7 @@ def ladder(
         done = run(names, cases, Store(), depth, say)
     rows = _in_order(done.rows)
     if csv:
-        result.write_csv(rows, csv)
+        csv_file.write(csv, result.COLUMNS, result.lines(rows))
     if json:
         common.print_json(rows, run=done.id, protocol=done.protocol, minutes=round(done.minutes, 2))
     else:

@@ -1,19 +1,15 @@
 """One row of any table: what a tool found for one op, kernel and case. Printed, written as JSON and as CSV alike."""
 
-import csv
-import io
 import math
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import tilery
 from tilery import languages
-from tilery.base import files
 from tilery.hardware import device
 
 SCHEMA = 1
@@ -67,6 +63,9 @@ class Row:
     against: tuple[float, ...] = ()  # the baseline's ms in the same rounds
 
 
+COLUMNS = (*(f.name for f in fields(Row) if f.name not in _STORED_ONLY), "control")  # of CSV
+
+
 def is_peer(kernel: str) -> bool:
     """What a user could run instead."""
     return kernel.startswith("baseline:")
@@ -98,15 +97,10 @@ def _said(name: str, value: Any) -> bool:
     return name in _ALWAYS or (value not in (None, "") and name not in _STORED_ONLY)
 
 
-def write_csv(rows: Iterable[Row], path: Path) -> None:
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    rows = list(rows)
-    names = [f.name for f in fields(Row) if f.name not in _STORED_ONLY]
+def lines(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A line of CSV for each row."""
     noise = controls(rows)
-    writer.writerow([*names, "control"])
-    writer.writerows([*(getattr(row, name) for name in names), noise.get(problem(row))] for row in rows)
-    files.write(path, text.getvalue())
+    return [{name: getattr(row, name) for name in COLUMNS[:-1]} | {"control": noise.get(problem(row))} for row in rows]
 
 
 def problem(row: Row) -> tuple[str, str, str]:

@@ -1,12 +1,8 @@
 """A bench as pairs: for every product and peer one line, ours beside theirs. For CSV."""
 
-import csv
-import io
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-from tilery.base import files
 from tilery.measure.result import Row, controls, is_ours, is_peer, problem
 from tilery.pages import summary
 
@@ -16,15 +12,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def write_csv(rows: Sequence[Row], path: Path) -> None:
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, COLUMNS)
-    writer.writeheader()
-    writer.writerows(pairs(rows))
-    files.write(path, text.getvalue())
-
-
-def pairs(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def lines(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Ours is the fastest of our kernels that are right; a peer that could not be timed has a note that says why."""
     problems: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:

@@ -1,6 +1,6 @@
 """Measures in a child process: an arm that crashes or spoils the GPU's context costs its own row; the rest goes on."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from tilery.measure import timing
 from tilery.measure.child import Child, Died, relay, serve
@@ -10,7 +10,9 @@ from tilery.workbench import bench
 _SILENCE_S = 300.0  # a block lasts milliseconds, a compiler's slowest kernel a minute
 
 
-def measured(units: list[bench.Unit], progress: timing.Progress = lambda arm, what: None) -> Iterator[Iterator[Row]]:
+def measured(
+    units: list[bench.Unit], progress: timing.Progress = lambda arm, what: None
+) -> Generator[Iterator[Row], None, None]:
     """The rows of every unit, unit by unit. One is measured anew without the arm that killed its process."""
     child = Child("tilery.workbench.isolate", _SILENCE_S)
     try:

@@ -52,8 +52,9 @@ class RandomSet:
         return f"{NAME}:{self.count}:{self.seed}"
 
 
-def asked(name: str) -> bool:
-    return name.partition(":")[0] == NAME
+def asked(names: str) -> bool:
+    """Whether one of the sets, behind commas, is a random one."""
+    return any(name.partition(":")[0] == NAME for name in names.split(","))
 
 
 def parsed(name: str) -> RandomSet:

@@ -1,6 +1,7 @@
 """One run of bench: measures, keeps each row at once, then looks at what compilers made of the kernels it timed."""
 
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -22,7 +23,7 @@ from tilery.measure.recorder import Recorder, kind_of
 from tilery.measure.result import Row, is_ours
 from tilery.measure.store import Store
 from tilery.workbench import first_calls, isolate
-from tilery.workbench.bench import units
+from tilery.workbench.bench import Unit, units
 
 Say = Callable[[str], None]
 T = TypeVar("T")
@@ -43,34 +44,52 @@ class Choice:
         return next(case for case in known if str(case) == name)
 
 
-def run(
-    choices: list[Choice], store: Store, depth: timing.Depth, cold: bool, say: Say, count: Callable[[int], None],
-    shapes: str | None = None, defaults: bool = False,
-) -> Recorder:  # fmt: skip
-    """`count` is called after every case, with the number of cases there are; `shapes`: the set that they are of.
+@dataclass(frozen=True)
+class How:
+    """How a bench measures, and for how long."""
 
-    With `defaults` each case has the kernel and config that an untuned call gets.
-    """
+    depth: timing.Depth
+    cold: bool = True
+    shapes: str | None = None  # the set that all cases are of
+    defaults: bool = False  # each case has the kernel and config that an untuned call gets
+    minutes: float | None = None  # no case begins after them
+    known: Collection[tuple[str, str]] = ()  # ops and cases that are left out, because they are in the user's file
+
+
+def run(choices: list[Choice], store: Store, how: How, say: Say, count: Callable[[int], None]) -> Recorder:
+    """`count` is called after every case, with the number of cases there are."""
     left_out = {name: why for choice in choices for name, why in _left_out(choice).items()}
     work = []
     for c in choices:
         kernels, others = ([arm for arm in arms if (c.op.name, arm) not in left_out] for arms in (c.kernels, c.peers))
-        work += units(c.op, kernels, others, c.cases, depth, cold, defaults)
+        work += units(c.op, kernels, others, c.cases, how.depth, how.cold, how.defaults)
+    work = [unit for unit in work if (unit.op, str(unit.case)) not in how.known]
     devices = sorted({torch.device(unit.device) for unit in work}, key=str)
-    recorder = Recorder(store, devices, str(depth), say, {"shapes": shapes} if shapes else None)
+    recorder = Recorder(store, devices, str(how.depth), say, {"shapes": how.shapes} if how.shapes else None)
     with recorder.running():
         for (op, arm), why in left_out.items():
             recorder.add(Row(op, arm, "", "skipped", why))
         first_calls.make(work, say)
-        for rows in isolate.measured(work, lambda arm, what: say(what)):
+        _measure(work, recorder, how.minutes, say, count)
+        with settings.override(tuned=not how.defaults):
+            _describe_timed(choices, recorder, say)
+        if not how.defaults:
+            _compile_the_rest(choices, recorder, say)
+    return recorder
+
+
+def _measure(
+    work: list[Unit], recorder: Recorder, minutes: float | None, say: Say, count: Callable[[int], None]
+) -> None:
+    with contextlib.closing(isolate.measured(work, lambda arm, what: say(what))) as measured:
+        for done, rows in enumerate(measured, 1):
             for row in rows:
                 recorder.add(row)
             count(len(work))
-        with settings.override(tuned=not defaults):
-            _describe_timed(choices, recorder, say)
-        if not defaults:
-            _compile_the_rest(choices, recorder, say)
-    return recorder
+            if minutes is not None and recorder.minutes >= minutes:
+                why = f"not begun: the {minutes:g} minutes of --minutes were over"
+                recorder.add(*(Row(unit.op, "(all)", str(unit.case), "skipped", why) for unit in work[done:]))
+                return
 
 
 def _left_out(choice: Choice) -> dict[tuple[str, str], str]:

@@ -37,13 +37,19 @@ _SWEPT_LENGTHS = (1024, 4096, 8192, 16384, 65536, 131072)
 _MOST_ELEMENTS = 2**28  # larger problems are no different, and take the memory of all their input sets
 
 
-def settled(name: str | None) -> str | None:
-    """The name with all that decides its cases: a random set has a seed from here on."""
-    return str(random_shapes.parsed(name)) if name is not None and random_shapes.asked(name) else name
+def settled(names: str | None) -> str | None:
+    """The names with all that decides their cases: a random set has a seed from here on."""
+    if names is None:
+        return None
+    return ",".join(str(random_shapes.parsed(name)) if random_shapes.asked(name) else name for name in names.split(","))
 
 
-def cases(op: Op, name: str) -> list[Case]:
-    """The op's cases for a set, fewest tokens first; random ones as they were drawn."""
+def cases(op: Op, names: str) -> list[Case]:
+    """The op's cases for a set, fewest tokens first, or for several, behind commas; random ones as they were drawn."""
+    return list({str(case): case for name in names.split(",") for case in _cases(op, name)}.values())
+
+
+def _cases(op: Op, name: str) -> list[Case]:
     if random_shapes.asked(name):
         return random_shapes.cases(op, random_shapes.parsed(name))
     if name == SWEEP:
