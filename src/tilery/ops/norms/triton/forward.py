@@ -290,12 +290,8 @@ def _add_rms_norm(
     pdl_wait()
     n, x_stride = multiple(n, VECTOR), multiple(x_stride, VECTOR)
     row, inside = own_rows(m, ROWS)
-    x_row, r_row, y_row, sum_row = (
-        x_ptr + row * x_stride,
-        r_ptr + row * multiple(r_stride, VECTOR),
-        y_ptr + row * n,
-        sum_ptr + row * n,
-    )
+    x_row, r_row = x_ptr + row * x_stride, r_ptr + row * multiple(r_stride, VECTOR)
+    y_row, sum_row = y_ptr + row * n, sum_ptr + row * n
     normalise(x_row, r_row, w_ptr, None, y_row, sum_row, None, 0, inside, n, eps, offset, ROWS, BLOCK, PIECES, READ)
 
 
@@ -324,25 +320,9 @@ def _rms_norm_fp8(
     row, inside = own_rows(m, ROWS)
     x_row, y_row, s_row = x_ptr + row * x_stride, y_ptr + row * n, s_ptr + row * s_stride
     normalise(
-        x_row,
-        None,
-        w_ptr,
-        None,
-        y_row,
-        None,
-        s_row,
-        s_step,
-        inside,
-        n,
-        eps,
-        offset,
-        ROWS,
-        BLOCK,
-        PIECES,
-        READ,
-        False,
-        FP8,
-    )
+        x_row, None, w_ptr, None, y_row, None, s_row, s_step,
+        inside, n, eps, offset, ROWS, BLOCK, PIECES, READ, False, FP8,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -357,25 +337,9 @@ def _add_rms_norm_fp8(
     x_row, r_row, sum_row = x_ptr + row * x_stride, r_ptr + row * multiple(r_stride, VECTOR), sum_ptr + row * n
     y_row, s_row = y_ptr + row * n, s_ptr + row * s_stride
     normalise(
-        x_row,
-        r_row,
-        w_ptr,
-        None,
-        y_row,
-        sum_row,
-        s_row,
-        s_step,
-        inside,
-        n,
-        eps,
-        offset,
-        ROWS,
-        BLOCK,
-        PIECES,
-        READ,
-        False,
-        FP8,
-    )
+        x_row, r_row, w_ptr, None, y_row, sum_row, s_row, s_step,
+        inside, n, eps, offset, ROWS, BLOCK, PIECES, READ, False, FP8,
+    )  # fmt: skip
 
 
 class Norm(Kernel):
