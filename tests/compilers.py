@@ -1,12 +1,14 @@
-"""Which compilers the bounds on spilled registers hold for: older ones allocate otherwise, and a user may have one."""
+"""Which compilers the bounds on spilled registers hold for: others allocate otherwise, and a user may have one."""
 
 WRITTEN_WITH = {"cuda": (13, 4), "triton": (3, 7)}  # NVRTC; Triton, which brings its own ptxas
 
 
-def most_spills(kernel, older=0):
-    """Bytes of stack a thread may have: none with the compiler that kernels are written with, `older` before it."""
+def most_spills(kernel, older=0, newer=0):
+    """Bytes of stack a thread may have: none with the compiler that kernels are written with, else `older` or `newer`."""
     language = kernel.partition(".")[0]
-    return older if language in WRITTEN_WITH and version(language) < WRITTEN_WITH[language] else 0
+    if language not in WRITTEN_WITH or version(language) == WRITTEN_WITH[language]:
+        return 0
+    return older if version(language) < WRITTEN_WITH[language] else newer
 
 
 def version(language):

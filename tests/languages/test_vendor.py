@@ -175,6 +175,13 @@ def test_sums_of_16_bits_are_fp32(dtype):
     assert flag.value is True
 
 
+def test_a_product_times_zero_keeps_its_nan_and_infinity():
+    a, b, addend = torch.ones(3, 8), torch.ones(8, 5), torch.zeros(3, 5)
+    a[0, 2], a[2, 4] = torch.nan, torch.inf
+    out = tilery.matmul_add(a, b, addend, alpha=0.0, beta=2.0, backend="vendor")
+    assert out[0].isnan().all() and out[2].isnan().all() and (out[1] == 0).all()
+
+
 def test_an_epilogue_that_would_round_twice_is_refused():
     x, w, bias = torch.randn(4, 8).bfloat16(), torch.randn(6, 8).bfloat16(), torch.randn(6).bfloat16()
     residual = torch.randn(4, 6).bfloat16()

@@ -64,6 +64,8 @@ class Matmul(Vendor):
 
 
 def _addmm(a: Tensor, b: Tensor, addend: Tensor, alpha: float, beta: float, out: Tensor) -> None:
+    if alpha == 0:  # BLAS would leave the product out, and with it NaN and infinity
+        a, alpha = a * alpha, 1.0
     torch.addmm(addend, a, b, alpha=alpha, beta=beta, out=out)
 
 
