@@ -4,7 +4,7 @@ WRITTEN_WITH = {"cuda": (13, 4), "triton": (3, 7)}  # NVRTC; Triton, which bring
 
 
 def most_spills(kernel, older=0, newer=0):
-    """Bytes of stack a thread may have: none with the compiler that kernels are written with, else `older` or `newer`."""
+    """Bytes of stack a thread may have: none with the compiler that kernels are written with; with others as given."""
     language = kernel.partition(".")[0]
     if language not in WRITTEN_WITH or version(language) == WRITTEN_WITH[language]:
         return 0

@@ -18,6 +18,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported
+    os.environ.setdefault("TILERY_EMULATE", "1")
 _OWNS_STATE = "TILERY_TEST_STATE" not in os.environ  # the workers of xdist inherit it
 _STATE = Path(os.environ["TILERY_TEST_STATE"] if not _OWNS_STATE else tempfile.mkdtemp(prefix="tilery-tests-"))
 os.environ["TILERY_TEST_STATE"] = str(_STATE)

@@ -31,9 +31,10 @@ def test_kernels_come_in_order_of_preference_and_refusals_are_kept():
     specs = rms_norm.specs((X, W, 1e-6, 0.0))
     plan = rms_norm.plan(specs)
     assert (plan.kernel, plan.source, plan.refusals) == ("numba", "default", {})  # nobody else was asked
-    with settings.override(explain=True):
+    with settings.override(explain=True, emulate=False):
         plan = rms_norm.plan(specs)
-    assert plan.kernel == "numba" and plan.refusals["cuda"] == "needs a CUDA tensor, got one on cpu"
+    assert plan.kernel == "numba" and plan.refusals["cupy"] == "needs a CUDA tensor, got one on cpu"
+    assert plan.refusals["cuda"] == "needs a CUDA tensor, or for a CPU one the emulator: set TILERY_EMULATE=1"
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_an_architecture_that_is_not_claimed_is_refused():
 @pytest.mark.parametrize(
     ("kernel", "archs", "where", "why"),
     [("numba", ("cpu",), "cuda:0", "needs a CPU tensor, got one on cuda:0"),
-     ("cuda", ("sm_90",), "cpu", "needs a CUDA tensor, got one on cpu"),
+     ("cupy", ("sm_90",), "cpu", "needs a CUDA tensor, got one on cpu"),
      ("cuda", ("sm_90",), "mps:0", "needs a CUDA tensor, got one on mps:0"),
      ("numba", ("cpu",), "cpu", None)],
 )  # fmt: skip

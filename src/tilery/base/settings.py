@@ -24,6 +24,7 @@ class Settings:
     explain: bool = False  # TILERY_EXPLAIN=1: print every new plan
     tuned: bool = True  # TILERY_TUNED=0: dispatch leaves tuned configs out
     check_indices: bool = False  # TILERY_CHECK_INDICES=1: the host looks at lengths, offsets, pages, targets and ids
+    emulate: bool = False  # TILERY_EMULATE=1: kernels in CUDA C++ take CPU tensors, in the emulator
     vendor: bool = True  # TILERY_VENDOR=0: kernels of cuBLAS and the like refuse everything
 
 
@@ -37,6 +38,7 @@ def from_environment() -> Settings:
         explain=_switch("TILERY_EXPLAIN"),
         tuned=_switch("TILERY_TUNED", default="1"),
         check_indices=_switch("TILERY_CHECK_INDICES"),
+        emulate=_switch("TILERY_EMULATE"),
         vendor=_switch("TILERY_VENDOR", default="1"),
     )
 

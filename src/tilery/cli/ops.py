@@ -33,7 +33,7 @@ def ops(
             where = place(op, kernel)
             row = Row(op.name, kernel, "", "pass", arch=where.arch)
             if where.device is not None:
-                row.device = "interpreter" if where.interpreted else device.name(where.device)
+                row.device = where.interpreted or device.name(where.device)
             else:
                 row.status, row.reason = "compiled" if where.arch else "refused", where.reason
             rows.append(row)

@@ -21,7 +21,7 @@ from tilery.hardware import device
 if TYPE_CHECKING:
     from tilery.core.op import Op
 
-_NOT_NAMED = "takes it, but runs only where it is tuned or named: backend={!r}"  # of a library's kernel
+_NOT_NAMED = "takes it, but runs only where it is tuned or named: backend={!r}"  # a library's kernel, or emulated
 
 # Asked with (op, arguments, backend, config) before a new plan is decided: `tilery.tuning` tunes what is not yet tuned.
 before_plan: Callable[["Op", tuple[Any, ...], str | None, Any], None] | None = None
@@ -64,7 +64,7 @@ def _signature(config: type) -> str:
 def decide(op: "Op", call: Call, backend: str | None, config: Any) -> Plan:
     """Explicit, then tuned for this bucket and device, then the first of our kernels that takes it with its default.
 
-    A library's kernel runs where it is named or tuned alone: no call becomes torch's unnoticed.
+    A library's kernel runs where it is named or tuned alone: no call becomes torch's unnoticed. So is an emulated one.
     """
     if backend is not None and backend not in tuple(op.kernels):  # it may be anything, also what has no hash
         raise BadInput(f"{op.name}: backend must be one of {', '.join(op.kernels)}, got {backend!r}")
@@ -84,7 +84,7 @@ def decide(op: "Op", call: Call, backend: str | None, config: Any) -> Plan:
             able(name)
     where = op.device(call)
     entry = _best_tuned(op, call, asked, able, refusals) if config is None else None
-    untuned = [name for name in asked if backend is not None or languages.is_ours(name)]
+    untuned = [name for name in asked if backend is not None or languages.runs_unnamed(name, where)]
     chosen = entry.kernel if entry is not None else next(filter(able, untuned), None)
     if chosen is None:
         for name in asked:

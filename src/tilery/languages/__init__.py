@@ -22,11 +22,12 @@ class Language:
     install: str  # the command that adds it
     glue: str  # module with what is per language and not per op
     ours: bool = True  # False: a library's kernels. They run where named or tuned, and no table counts them as ours
+    emulated: bool = False  # on a CPU its kernels run where named alone, because an emulator is for tests
 
 
-def _language(name: str, packages: str, distribution: str, extra: str = "", ours: bool = True) -> Language:
+def _language(name: str, packages: str, distribution: str, extra: str = "", **traits: bool) -> Language:
     install = f"pip install 'tilery[{extra}]'" if extra else f"pip install {distribution}"
-    return Language(name, tuple(packages.split()), distribution, install, f"tilery.languages.{name}_glue", ours)
+    return Language(name, tuple(packages.split()), distribution, install, f"tilery.languages.{name}_glue", **traits)
 
 
 LANGUAGES = {
@@ -36,7 +37,7 @@ LANGUAGES = {
         _language("gluon", "triton.experimental.gluon", "triton"),
         _language("tilelang", "tilelang", "tilelang", "tilelang"),
         _language("cutile", "cuda.tile", "cuda-tile", "cutile"),
-        _language("cuda", "cuda.bindings", "cuda-bindings", "cuda"),
+        _language("cuda", "cuda.bindings", "cuda-bindings", "cuda", emulated=True),
         _language("cupy", "cupy", "cupy-cuda13x", "cupy"),
         _language("numba", "numba", "numba", "numba"),
         _language("numba_cuda", "numba_cuda cuda.core", "numba-cuda", "numba-cuda"),
@@ -57,6 +58,12 @@ def is_ours(kernel: str) -> bool:
     """Whether a kernel of this name is written here or by a third party, and not a library's."""
     found = LANGUAGES.get(kernel.partition(".")[0])
     return found is None or found.ours
+
+
+def runs_unnamed(kernel: str, where: torch.device) -> bool:
+    """Whether an untuned call may get this kernel without naming it: not a library's, and not an emulated one."""
+    found = LANGUAGES.get(kernel.partition(".")[0])
+    return found is None or (found.ours and not (found.emulated and where.type == "cpu"))
 
 
 def load(kernel: str) -> ModuleType:

@@ -16,7 +16,8 @@ from tilery.base import settings
 from tilery.base.errors import CompileFailed, ToolMissing
 from tilery.hardware import device, toolkit
 
-HEADERS = {path.name: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("include/*.cuh"))}
+HEADERS_FOLDER = Path(__file__).with_name("include")
+HEADERS = {path.name: path.read_text(encoding="utf-8") for path in sorted(HEADERS_FOLDER.glob("*.cuh"))}
 # Line info is for profilers and sanitizers; the code is the same. CUDA 13.0 takes a lambda with `auto` parameters for
 # host code unless all code is the device's.
 _OPTIONS = ("--std=c++17", "--generate-line-info", "--device-as-default-execution-space")

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
+from tilery.base import settings
 from tilery.base.errors import CompileFailed
 from tilery.base.launch import Argument, Launch, Persistent, Values, resolver
 from tilery.base.spec import Artifact
 from tilery.hardware import device, toolkit
 from tilery.hardware.gpu import PDL
-from tilery.languages import cuda_signature
+from tilery.languages import cuda_emulator, cuda_signature
 from tilery.languages.cuda_compiler import Built, compile_source, headers
 from tilery.languages.cuda_signature import TENSOR_MAP, Signature, Struct
 from tilery.languages.cuda_source import Source
@@ -35,14 +36,23 @@ def signature_of(source: Source) -> Signature:
     return cuda_signature.find(source.text, source.name, "".join(headers(source.path.parent).values()))
 
 
+def interpreter_refusal(specs: tuple[Any, ...]) -> str | None:
+    """CPU tensors are taken by the emulator alone, and only if that is asked for: it is for tests."""
+    if not settings.get().emulate:
+        return "needs a CUDA tensor, or for a CPU one the emulator: set TILERY_EMULATE=1"
+    return cuda_emulator.refusal()
+
+
 def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
     """What runs the launch for a call's values, on the current device and torch's current stream."""
-    kernel, signature = _kernel_of(launch), signature_of(launch.kernel)
-    arguments = [
+    signature = signature_of(launch.kernel)
+    arguments = tuple(
         _Packed(p.type.layout, value) if isinstance(p.type, Struct) else value
         for p, value in zip(signature.parameters, signature.ordered(launch.args))
-    ]
-    resolved = resolver(tuple(arguments), _of_tensor)
+    )
+    if where.type == "cpu":
+        return cuda_emulator.bind(launch, signature, _instance_of(launch, signature), arguments)
+    kernel, resolved = _kernel_of(launch), resolver(arguments, _of_tensor)
     blocks = launch.grid
     if isinstance(blocks, Persistent):
         blocks = min(blocks.most, kernel.resident() // launch.cluster * launch.cluster)
@@ -56,10 +66,13 @@ def compile(launch: Launch, arch: str) -> Artifact:
 
 def _kernel_of(launch: Launch) -> "Kernel":
     source, signature = launch.kernel, signature_of(launch.kernel)
-    instance = signature.instance({name: TYPES.get(value, value) for name, value in launch.constants.items()})
     types = tuple(None if isinstance(p.type, Struct) or p.type == TENSOR_MAP else p.type for p in signature.parameters)
     options = launch.options["threads"], launch.options.get("shared", 0), launch.cluster, launch.pdl
-    return _kernel(source.path, instance, types, *options)
+    return _kernel(source.path, _instance_of(launch, signature), types, *options)
+
+
+def _instance_of(launch: Launch, signature: Signature) -> str:
+    return signature.instance({name: TYPES.get(value, value) for name, value in launch.constants.items()})
 
 
 @functools.lru_cache(maxsize=4096)

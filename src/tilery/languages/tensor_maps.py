@@ -88,7 +88,7 @@ class TensorMapOf:
     def bound(self, values: Values) -> TensorMap:
         return heads_at(
             self.x.address(values), self.x.dtype.itemsize, self.sizes, self.strides, *self.box, nan=self.nan,
-            side_by_side=self.side_by_side,
+            side_by_side=self.side_by_side, emulated=self.x.device.type == "cpu",
         )  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def of_matrix(x: Argument, box_rows: int) -> TensorMapOf:
 
 def heads_at(
     address: int, itemsize: int, sizes: tuple[int, ...], strides: tuple[int, ...], *box: int,
-    nan: torch.dtype | None = None, side_by_side: bool = False,
+    nan: torch.dtype | None = None, side_by_side: bool = False, emulated: bool = False,
 ) -> TensorMap:  # fmt: skip
     """A map of values of `itemsize` bytes from `address` on. What is outside reads as zeros, or as NaN of dtype `nan`.
 
@@ -108,6 +108,8 @@ def heads_at(
     """
     one = -(-sizes[0] * itemsize // 16) * 16 // itemsize  # along a single one any step of 16 bytes will do
     steps = tuple(stride if size > 1 else one for size, stride in zip(sizes[1:], strides))
+    if emulated:
+        return _for_emulator(address, sizes, steps, box, itemsize, nan)
     more = ([nan] if nan else []) if not side_by_side else [nan, True]
     return _made(address, sizes, steps, box, itemsize, *more)
 
@@ -130,6 +132,30 @@ def _made(
         what = f"{list(sizes[::-1])} of {itemsize} bytes with strides {list(steps[::-1])} at {address:#x}"
         what += f", boxes of {' × '.join(map(str, boxed))} rows"
         raise RuntimeError(f"CUDA: making a tensor map of {what}: {driver.CUresult(status).name}")
+    return made
+
+
+class _EmulatedMap(ctypes.Structure):
+    """What cuda_emulator/runtime/copies.cpp reads in place of the driver's map."""
+
+    _fields_ = [
+        ("magic", ctypes.c_uint64), ("address", ctypes.c_uint64), ("rank", ctypes.c_uint32),
+        ("itemsize", ctypes.c_uint32), ("fill", ctypes.c_uint32), ("box", ctypes.c_uint32 * 4),
+        ("sizes", ctypes.c_uint32 * 5), ("strides", ctypes.c_uint64 * 4),
+    ]  # fmt: skip
+
+
+def _for_emulator(
+    address: int, sizes: tuple[int, ...], steps: tuple[int, ...], boxed: tuple[int, ...], itemsize: int,
+    nan: torch.dtype | None,
+) -> TensorMap:  # fmt: skip
+    made = TensorMap()
+    map = _EmulatedMap.from_address(made.address)
+    map.magic, map.address, map.rank, map.itemsize = 0x74696C65727900, address, len(sizes), itemsize
+    map.fill = 0 if nan is None else 0x7FFF  # NaN in fp16 and in bf16
+    map.box[: len(sizes) - 1] = [*boxed, *[1] * (len(sizes) - 1 - len(boxed))]
+    map.sizes[: len(sizes)] = sizes
+    map.strides[: len(steps)] = [step * itemsize for step in steps]
     return made
 
 

@@ -264,10 +264,10 @@ def _row(op: Op, kernel: str, case: Case, where: Place, seed: int | None) -> Row
     assert where.device is not None
     call = call_for(op, case, "cpu") if where.interpreted else None
     if call and (why := policy.environment_refusal(op, kernel, where.device, call)):
-        return Row(op.name, kernel, str(case), "skipped", why, device="interpreter")
+        return Row(op.name, kernel, str(case), "skipped", why, device=where.interpreted)
     ours = any(case is known for known in op.cases["test"])  # a user's own case declares no refusals
     row = checked(op, kernel, case, where.device, conform if ours else check, seed)
-    row.device = "interpreter" if where.interpreted else row.device
+    row.device = where.interpreted or row.device
     return row
 
 

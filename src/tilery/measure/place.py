@@ -23,7 +23,7 @@ class Place:
     device: torch.device | None = None  # it runs there
     arch: str = ""  # it compiles for this, where it does not run as it would on a GPU
     reason: str = ""  # why it does not run, or why nothing can be done
-    interpreted: bool = False  # right but slow: checked, never timed
+    interpreted: str = ""  # by what: right but slow, so it is checked and never timed
 
 
 def chosen_kernels(op: Op, asked: Sequence[str] | None) -> tuple[str, ...]:
@@ -56,8 +56,10 @@ def place(op: Op, kernel: str) -> Place:
         why = policy.environment_refusal(op, kernel, where)
         return Place(device=where) if why is None else Place(reason=why)
     arch = COMPILE_ARCH if COMPILE_ARCH in archs else archs[0]
-    interpreted = policy.environment_refusal(op, kernel, cpu) is None
-    return Place(device=cpu if interpreted else None, arch=arch, reason="no GPU here", interpreted=interpreted)
+    if policy.environment_refusal(op, kernel, cpu) is not None:
+        return Place(arch=arch, reason="no GPU here")
+    by = "emulator" if languages.language(kernel).emulated else "interpreter"
+    return Place(device=cpu, arch=arch, reason="no GPU here", interpreted=by)
 
 
 def not_run(op: Op, kernel: str, case: Case, compiler: Compiler, keep: Callable[[Artifact], str] = lambda _: "") -> Row:

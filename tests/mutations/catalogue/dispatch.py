@@ -106,7 +106,7 @@ DISPATCH.add(
 )
 DISPATCH.add(
     "untuned-call-becomes-torchs",
-    "untuned = [name for name in asked if backend is not None or languages.is_ours(name)]",
+    "untuned = [name for name in asked if backend is not None or languages.runs_unnamed(name, where)]",
     "untuned = list(asked)",
     "test_vendor.py::test_where_every_other_kernel_refuses_it_is_named_and_does_not_run",
 )
@@ -121,6 +121,12 @@ DISPATCH.add(
     "    finally:\n        switch.set(before)",
     "    finally:\n        pass",
     "test_vendor.py::test_the_setting_of_precision_is_the_callers_again",
+)
+DISPATCH.add(
+    "vendor-leaves-a-product-times-zero-out",
+    "        a, alpha = a * alpha, 1.0\n",
+    "        pass\n",
+    "test_vendor.py::test_a_product_times_zero_keeps_its_nan_and_infinity",
 )
 DISPATCH.add(
     "vendor-under-autograd",
