@@ -50,7 +50,7 @@ def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
         _Packed(p.type.layout, value) if isinstance(p.type, Struct) else value
         for p, value in zip(signature.parameters, signature.ordered(launch.args))
     )
-    if where.type == "cpu":
+    if where.type == "cpu" and settings.get().emulate:
         return cuda_emulator.bind(launch, signature, _instance_of(launch, signature), arguments)
     kernel, resolved = _kernel_of(launch), resolver(arguments, _of_tensor)
     blocks = launch.grid

@@ -84,11 +84,12 @@ class TensorMapOf:
     box: tuple[int, ...]  # how much of each dimension but the columns, 1 of those that are not given
     nan: torch.dtype | None = None  # fill with NaN of this dtype, not zeros, what is outside
     side_by_side: bool = False  # boxes that lie side by side are loaded together
+    emulated: bool = False  # as the emulator reads it, not TMA
 
     def bound(self, values: Values) -> TensorMap:
         return heads_at(
             self.x.address(values), self.x.dtype.itemsize, self.sizes, self.strides, *self.box, nan=self.nan,
-            side_by_side=self.side_by_side, emulated=self.x.device.type == "cpu",
+            side_by_side=self.side_by_side, emulated=self.emulated,
         )  # fmt: skip
 
 

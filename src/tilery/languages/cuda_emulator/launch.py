@@ -4,11 +4,13 @@ import ctypes
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from tilery.base.launch import Launch, Persistent, Values, resolver
 from tilery.languages.cuda_emulator import build
 from tilery.languages.cuda_signature import TENSOR_MAP, Signature, Struct
+from tilery.languages.tensor_maps import TensorMapOf
 
 RESIDENT = 3  # clusters that run side by side; of a persistent kernel, all that there are
 _one_at_a_time = threading.Lock()  # the emulator has one GPU
@@ -19,7 +21,8 @@ def bind(launch: Launch, signature: Signature, instance: str, arguments: tuple[A
     """What runs the launch for a call's values, and waits until it has ended."""
     library = build.kernel(launch.kernel.path, instance)
     body = ctypes.cast(library.kernel, ctypes.c_void_p)
-    resolved = resolver(arguments, lambda x: x.address)
+    own_maps = tuple(replace(x, emulated=True) if isinstance(x, TensorMapOf) else x for x in arguments)
+    resolved = resolver(own_maps, lambda x: x.address)
     types = tuple(p.type for p in signature.parameters)
     cluster = launch.cluster
     blocks = min(launch.grid.most, RESIDENT * cluster) if isinstance(launch.grid, Persistent) else launch.grid

@@ -52,6 +52,12 @@ struct TilePipeline {
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(all_scales + stage * SCALES + index)),
                      "l"(__cvta_generic_to_global(from)) : "memory");
     }
+    // The same, but 0 where it is not `inside`; `from` must be an address of the tensor all the same.
+    __device__ void load_scale_or_zero(int index, const float* from, bool inside) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                     ::"r"(smem_address(all_scales + stage * SCALES + index)), "l"(__cvta_generic_to_global(from)),
+                       "r"(inside ? 4 : 0) : "memory");
+    }
     __device__ void commit_scales() {
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];"
                      ::"r"(smem_address(&full[stage].state)) : "memory");

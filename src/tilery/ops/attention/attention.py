@@ -89,6 +89,7 @@ def backward_bucket(call: BackwardCall) -> Bucket:
     kernels={
         "numba": "tilery.ops.attention.numba.backward:attention_backward",
         "triton": "tilery.ops.attention.triton.backward:attention_backward",
+        "cuda.hopper": "tilery.ops.attention.cuda.backward:attention_backward",
     },
     baselines=baselines(torch=peers.torch_backward),
     cases={"test": backward_cases.cases(), **backward_cases.bench_cases()},

@@ -78,35 +78,45 @@ def _ends(lengths: list[int], device: Any) -> Tensor:
     return torch.tensor(ends, dtype=torch.int32, device=device)
 
 
+FP32 = {"cuda.hopper": "fp16 and bf16 alone"}
+SIZES = {"cuda.hopper": "of one size, multiples of 16 up to 128"}
+TMA = {"cuda.hopper": "must start at a multiple of 16 bytes"}
+
+
 def cases() -> list[Case]:
     return [
-        case(m=5, heads=2, kv_heads=1, n=16, dtype="fp32"),
+        case(m=5, heads=2, kv_heads=1, n=16, dtype="fp32", refused_by=FP32),
         case(m=40, keys=70, heads=4, kv_heads=2, n=64, dtype="fp16"),  # the last query is at the last key
         case(m=40, heads=4, kv_heads=2, n=64, dtype="bf16"),
-        case(m=70, keys=33, heads=3, kv_heads=3, n=32, dtype="fp32"),  # queries that see nothing
+        case(m=70, keys=33, heads=3, kv_heads=3, n=32, dtype="fp32", refused_by=FP32),  # queries that see nothing
         case(m=37, keys=80, heads=4, kv_heads=1, n=80, dtype="fp16", causal=False, batch=2, order="bhsd"),
         case(m=20, heads=2, kv_heads=2, n=128, dtype="bf16", causal=False, dlse=False),
-        case(m=130, heads=2, kv_heads=1, n=96, value=64, dtype="fp16", dlse=False),
-        case(m=20, heads=2, kv_heads=1, n=192, value=128, dtype="bf16"),
-        case(m=12, heads=2, kv_heads=1, n=256, dtype="bf16"),
-        case(m=12, heads=2, kv_heads=1, n=256, dtype="fp32"),
+        case(m=200, keys=230, heads=2, kv_heads=1, n=128, dtype="fp16"),  # several tiles each way
+        case(m=0, heads=2, kv_heads=1, n=64, dtype="fp16", order="thd", lengths="210:140+9:0+150:150", causal=False),
+        case(m=130, heads=2, kv_heads=1, n=96, value=64, dtype="fp16", dlse=False, refused_by=SIZES),
+        case(m=20, heads=2, kv_heads=1, n=192, value=128, dtype="bf16", refused_by=SIZES),
+        case(m=12, heads=2, kv_heads=1, n=256, dtype="bf16", refused_by=SIZES),
+        case(m=12, heads=2, kv_heads=1, n=256, dtype="fp32", refused_by=FP32),
         case(m=0, heads=4, kv_heads=2, n=32, dtype="fp16", order="thd", lengths="3+17+0+9"),
-        case(m=0, heads=2, kv_heads=1, n=32, dtype="fp32", order="thd", lengths="3:7+20:5+0:4+4:0", causal=False),
+        case(
+            m=0, heads=2, kv_heads=1, n=32, dtype="fp32", order="thd", lengths="3:7+20:5+0:4+4:0", causal=False,
+            refused_by=FP32,
+        ),
         case(m=0, heads=2, kv_heads=1, n=64, dtype="bf16", order="thd", lengths="70:70+9:33"),
         case(m=20, heads=2, kv_heads=1, n=32, dtype="fp16", scale=-0.3, causal=False),
         case(
             m=0, heads=2, kv_heads=1, n=16, dtype="fp32", order="thd", lengths="3:7+20:5+4:9",
-            wrong="q0:1+q3:1073741824",
+            wrong="q0:1+q3:1073741824", refused_by=FP32,
         ),
         case(m=0, heads=2, kv_heads=1, n=16, dtype="fp16", order="thd", lengths="9+4+20", wrong="k3:36"),
-        case(m=1, heads=8, kv_heads=2, n=16, dtype="fp32"),  # one key: all of dq comes from dlse
-        case(m=5, keys=0, heads=2, kv_heads=1, n=16, dtype="fp32"),  # every query sees nothing
+        case(m=1, heads=8, kv_heads=2, n=16, dtype="fp32", refused_by=FP32),  # one key: all of dq comes from dlse
+        case(m=5, keys=0, heads=2, kv_heads=1, n=16, dtype="fp32", refused_by=FP32),  # every query sees nothing
         case(m=0, heads=2, kv_heads=1, n=32, dtype="fp16"),  # nothing to launch
         case(m=20, heads=4, kv_heads=2, n=32, dtype="fp16", layout="padded"),
-        case(m=20, heads=4, kv_heads=2, n=32, dtype="fp32", layout="misaligned", order="bhsd"),
-        case(m=20, heads=4, kv_heads=2, n=32, dtype="bf16", layout="misaligned"),
+        case(m=20, heads=4, kv_heads=2, n=32, dtype="fp32", refused_by=FP32, layout="misaligned", order="bhsd"),
+        case(m=20, heads=4, kv_heads=2, n=32, dtype="bf16", layout="misaligned", refused_by=TMA),
         case(m=6, heads=2, kv_heads=1, n=32, dtype="fp16", layout="far"),
-        case(m=5, heads=2, kv_heads=1, n=16, dtype="fp32", special="nan"),
+        case(m=5, heads=2, kv_heads=1, n=16, dtype="fp32", refused_by=FP32, special="nan"),
     ]  # fmt: skip
 
 
