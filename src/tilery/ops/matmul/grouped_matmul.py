@@ -301,6 +301,10 @@ def _torch(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return F.grouped_mm(a, b, offs=offsets)
 
 
+FP32 = {"cuda.hopper": "wgmma takes fp16 and bf16"}
+TMA = {"cuda.hopper": "with lines that start at multiples of 16 bytes"}
+
+
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs,
     allowed=lambda call: contract.allowed_of_sums(call.a.dtype, call.k),
@@ -309,39 +313,45 @@ def _torch(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         "numba": "tilery.ops.matmul.numba.batched:grouped_matmul",
         "triton": "tilery.ops.matmul.triton.batched:grouped_matmul",
         "cutile": "tilery.ops.matmul.cutile.batched:grouped_matmul",
+        "cuda.hopper": "tilery.ops.matmul.cuda.grouped:grouped_matmul",
     },
     baselines=baselines(torch=_torch, loop=_loop), model_sizes=model_sizes, indices=_check_offsets,
     backward=_backward,
     cases={
         "test": [
-            case(m=70, n=33, k=97, experts=5, dtype="fp32"),  # odd tails on every side
+            case(m=70, n=33, k=97, experts=5, dtype="fp32", refused_by=FP32),  # odd tails on every side
             case(m=300, n=136, k=72, experts=4, dtype="fp16"),
             case(m=300, n=136, k=72, experts=4, dtype="bf16"),
             case(m=70, n=40, k=64, experts=3, dtype="bf16", layout_b="contiguous"),
             case(m=9, n=48, k=64, experts=12, dtype="bf16"),  # more groups than rows
             case(m=37, n=40, k=48, experts=6, dtype="fp16", sizes="0+17+0+1+19+0"),  # empty ones, one of one row
-            case(m=37, n=40, k=48, experts=3, dtype="fp32", sizes="5+0+12"),  # rows past the last group are zero
+            # Rows past the last group are zero.
+            case(m=37, n=40, k=48, experts=3, dtype="fp32", refused_by=FP32, sizes="5+0+12"),
             case(m=37, n=40, k=48, experts=3, dtype="bf16", sizes="5+0+12"),
-            case(m=12, n=20, k=32, experts=2, dtype="fp32", sizes="0+0"),
-            case(m=12, n=20, k=32, experts=0, dtype="fp32"),
+            case(m=12, n=20, k=32, experts=2, dtype="fp32", refused_by=FP32, sizes="0+0"),
+            case(m=12, n=20, k=32, experts=0, dtype="fp32", refused_by=FP32),
             case(m=33, n=40, k=64, experts=1, dtype="fp16"),
-            case(m=1, n=1, k=1, experts=1, dtype="fp32"),
+            case(m=1, n=1, k=1, experts=1, dtype="fp32", refused_by=FP32),
             case(m=0, n=16, k=16, experts=3, dtype="fp16"),  # nothing to launch
-            case(m=16, n=0, k=16, experts=3, dtype="fp32"),
-            case(m=20, n=24, k=0, experts=3, dtype="fp32"),  # a sum of nothing is zero
+            case(m=16, n=0, k=16, experts=3, dtype="fp32", refused_by=FP32),
+            case(m=20, n=24, k=0, experts=3, dtype="fp32", refused_by=FP32),  # a sum of nothing is zero
             case(m=40, n=24, k=64, experts=3, dtype="fp16", layout="transposed"),
             case(m=33, n=48, k=64, experts=3, dtype="fp16", layout="padded", layout_b="padded"),
-            case(m=33, n=40, k=65, experts=3, dtype="bf16", layout="misaligned", layout_b="misaligned"),
+            case(m=33, n=40, k=65, experts=3, dtype="bf16", layout="misaligned", layout_b="misaligned", refused_by=TMA),
             case(m=6, n=32, k=64, experts=2, dtype="fp16", layout="far"),  # more than 2**31 elements, first to last
-            case(m=20, n=32, k=34, experts=3, dtype="fp16", layout_b="far"),
-            case(m=9, n=40, k=257, experts=3, dtype="fp16", layout="far", layout_b="misaligned"),
-            case(m=32, n=40, k=64, experts=3, dtype="fp32", special="nan"),
+            case(m=20, n=32, k=34, experts=3, dtype="fp16", layout_b="far", refused_by=TMA),
+            case(m=9, n=40, k=257, experts=3, dtype="fp16", layout="far", layout_b="misaligned", refused_by=TMA),
+            case(m=32, n=40, k=64, experts=3, dtype="fp32", refused_by=FP32, special="nan"),
             case(m=32, n=40, k=64, experts=3, dtype="fp16", special="inf"),
-            case(m=20, n=24, k=32, experts=2, dtype="fp32", special="nan", sizes="4+3"),  # in a row past the last
-            *(case(m=37, n=40, k=48, experts=4, dtype="fp32", sizes="9+0+12+3", wrong=wrong) for wrong in WRONG),
+            # NaN in a row past the last group.
+            case(m=20, n=24, k=32, experts=2, dtype="fp32", refused_by=FP32, special="nan", sizes="4+3"),
+            *(
+                case(m=37, n=40, k=48, experts=4, dtype="fp32", sizes="9+0+12+3", wrong=wrong, refused_by=FP32)
+                for wrong in WRONG
+            ),
             *(case(m=37, n=40, k=48, experts=1, dtype="fp16", wrong=wrong) for wrong in ("past", "least")),
             case(m=300, n=136, k=72, experts=4, dtype="bf16", wrong="falls"),
-            case(m=37, n=40, k=0, experts=2, dtype="fp32", wrong="past"),
+            case(m=37, n=40, k=0, experts=2, dtype="fp32", refused_by=FP32, wrong="past"),
         ],
         "bench": _BENCH,
         "bench_cpu": _BENCH_CPU,

@@ -61,14 +61,18 @@ def operands(call: MatmulCall) -> tuple[Operand, Operand]:
 def _operand(
     call: MatmulCall, name: str, x: TensorSpec, rows: int, batch_stride: int, row_stride: int, k_stride: int
 ) -> Operand:
-    batches = call.batch if batch_stride else 1
-    given = Operand(name, x, batches, rows, call.k, batch_stride, row_stride, k_stride)
-    aligned = x.aligned and (batches == 1 or batch_stride % _ALIGNED == 0)
-    if aligned and _are_lines(k_stride, call.k, row_stride, rows):
+    given = Operand(name, x, call.batch if batch_stride else 1, rows, call.k, batch_stride, row_stride, k_stride)
+    return addressed(given) or _copy(call, given)
+
+
+def addressed(given: Operand) -> Operand | None:
+    """The operand as TMA can address it, with its rows along K or MN-major; None where it cannot."""
+    aligned = given.x.aligned and (given.batches == 1 or given.batch_stride % _ALIGNED == 0)
+    if aligned and _are_lines(given.k_stride, given.k, given.row_stride, given.rows):
         return given
-    if aligned and _are_lines(row_stride, rows, k_stride, call.k):
+    if aligned and _are_lines(given.row_stride, given.rows, given.k_stride, given.k):
         return replace(given, mn_major=True)
-    return _copy(call, given)
+    return None
 
 
 def _are_lines(inner: int, width: int, outer: int, count: int) -> bool:
