@@ -11,10 +11,10 @@ struct GroupedTiles {
     int groups;
     bool sound = true;
 
-    // All threads of the block call this; `memory` has 2 · (groups + 1) numbers.
+    // All threads of the block call this; `memory` has 2 · (groups + 1) + 1 numbers.
     __device__ GroupedTiles(int* memory, const int* offsets, int groups, int rows)
         : row_ends(memory), tile_ends(memory + groups + 1), groups(groups) {
-        __shared__ int wrong;
+        int& wrong = memory[2 * (groups + 1)];
         if (threadIdx.x == 0) wrong = 0;
         __syncthreads();
         for (int g = threadIdx.x; g < groups; g += blockDim.x) {
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(384) hopper_grouped_gemm(
     using B = OperandTile<B_MN, BLOCK_N>;
     static_assert(!B_MN || BLOCK_N % 64 == 0, "an MN-major tile of b has whole chunks");
     extern __shared__ __align__(1024) unsigned char smem[];
-    TilePipeline<STAGES, A::BYTES + B::BYTES> pipeline(smem, (groups + 2) / 2 * 16);
+    TilePipeline<STAGES, A::BYTES + B::BYTES> pipeline(smem, (groups + 3) / 2 * 16);
     if (threadIdx.x == 0) pipeline.init(8), prefetch_tensor_map(a_map), prefetch_tensor_map(b_map);
     pdl_wait();
     const GroupedTiles all(reinterpret_cast<int*>(pipeline.after_tiles()), offsets, groups, rows);

@@ -99,8 +99,8 @@ def _shared(call: GroupedCall, config: Config) -> int:
 
 
 def _fixed_bytes(call: GroupedCall) -> int:
-    """To align the stages, and the ends of groups and of their tiles."""
-    return _ALIGNMENT + (call.groups + 2) // 2 * 16
+    """To align the stages, and the ends of groups and of their tiles and a flag beside them."""
+    return _ALIGNMENT + (call.groups + 3) // 2 * 16
 
 
 def _stage_bytes(block_n: int) -> int:
