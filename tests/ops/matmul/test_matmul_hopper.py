@@ -174,6 +174,14 @@ def test_the_default_and_all_configs_are_taken(m, n, k):
     assert all(kernel.estimate(problem, c).blocks > 0 for c in found)
 
 
+@pytest.mark.parametrize("layout_b", ["transposed", "contiguous", "padded"])
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 0, 128), (64, 0, 128), (300, 0, 128), (0, 256, 128), (64, 256, 0)])
+def test_a_product_of_nothing_has_a_default_too(m, n, k, layout_b):
+    problem = call_of(m, n, k, layout_b=layout_b)
+    assert kernel.default(problem) in kernel.configs(problem)
+    assert kernel.expected_us(problem, kernel.default(problem)) > 0
+
+
 @pytest.mark.parametrize("card", ["h200", "h100-pcie"])
 @pytest.mark.parametrize("m", [1, 16, 100, 192, 300, 512, 768])
 def test_tiles_are_spread_over_the_sms(m, card):
