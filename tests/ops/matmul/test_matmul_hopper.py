@@ -67,10 +67,12 @@ def test_takes_every_layout(more, a, b):
     assert [launch.kernel.name for launch in launches[:-1]] == ["copy_rows"] * len(specs)
 
 
-def test_rows_that_overlap_are_copied():
+@pytest.mark.parametrize(
+    "how", [{"strides": (0, 1)}, {"strides": (1016, 1)}, {"strides": (1028, 1)}, {"aligned": False}], ids=str
+)
+def test_rows_that_overlap_or_lie_off_16_bytes_are_copied(how):
     call = call_of()
-    expanded = type(call)(call._values | {"a": call.a._replace(strides=(0, 1))})
-    a, b = operands(expanded)
+    a, b = operands(type(call)(call._values | {"a": call.a._replace(**how)}))
     assert a.copied_from is not None and b.copied_from is None
 
 
