@@ -36,8 +36,8 @@ HOPPER.add("mn-major-a-in-any-rows", "if a.mn_major and config.block_m % _MN_ROW
 HOPPER.add("mn-major-b-in-any-columns", "if b.mn_major and each % _MN_ROWS:", "if b.mn_major and False:", CHUNKS)
 HOPPER.add(
     "rows-of-the-next-product-stored",
-    "if config.tma_store and call.batch > 1 and call.m % config.block_m:",
-    "if config.tma_store and call.batch > 1 and call.m % 8:",
+    "rows = config.block_m * config.multicast_b  #",
+    "rows = config.block_m  #",
     "test_bmm_hopper.py::test_a_store_of_all_products_takes_whole_tiles",
 )
 HOPPER.add(

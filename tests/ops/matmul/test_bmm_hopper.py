@@ -62,15 +62,18 @@ def test_products_that_are_no_16_bytes_apart_are_copied():
 
 
 def test_a_store_of_all_products_takes_whole_tiles():
-    """c is one matrix to its map: rows of a tile behind a product would be the next one's."""
+    """c is one matrix to its map: rows of a tile behind a product would be the next one's, and so would a tile."""
     config = Config("large_m", 128, 128, 4, tma_store=True)
     refusals = [kernel.refusal(call_for(bmm, case(**SIZES | {"m": m}, dtype="bf16")), config) for m in (256, 200)]
     assert refusals == [None, "tma_store of several products takes M a multiple of 128, got 200"]
+    above = Config("large_m", 128, 128, 4, tma_store=True, multicast_b=2)
+    refusals = [kernel.refusal(call_for(bmm, case(**SIZES | {"m": m}, dtype="bf16")), above) for m in (768, 640)]
+    assert refusals == [None, "tma_store of several products takes M a multiple of 256, got 640"]
     alone = case(**SIZES | {"m": 200, "batch": 1}, dtype="bf16")
     assert kernel.refusal(call_for(bmm, alone), config) is None
 
 
-@pytest.mark.parametrize("m", [1, 20, 100, 300, 1000])
+@pytest.mark.parametrize("m", [1, 20, 100, 300, 640, 1000, 1152])
 def test_defaults_and_configs_are_taken(m):
     for layout_b in ("contiguous", "transposed"):
         call = call_for(bmm, case(**SIZES | {"m": m}, dtype="bf16", layout_b=layout_b))
