@@ -1,10 +1,12 @@
-"""A small transformer that trains on Tilery's ops alone, forward and backward, beside the same model on torch's.
+"""A small transformer that trains on Tilery's ops alone, forward and backward,
+beside the same model on torch's.
 
 pip install 'tilery[numba,plot]' && python examples/train_small.py
 
-Both start from the same weights and see the same batches, so their losses should be the same but for rounding. The text
-is this file: the model learns to write it. Parameters, their casts to bf16 and AdamW are torch's in both. Losses go to
-train_small.csv and train_small.svg. A GPU is taken where there is one; --dtype bf16 multiplies in bf16.
+Both start from the same weights and see the same batches, so their losses
+should be the same but for rounding. The text is this file: the model learns to
+write it. Parameters, their casts to bf16 and AdamW are torch's in both. Losses
+go to train_small.csv and train_small.svg.
 """
 
 import argparse
@@ -158,11 +160,15 @@ def write(folder, found, title):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=200, help="of training, each of 8 sequences; 200 if not given")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="what products multiply; fp32 if not given")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="cuda or cpu; a GPU if there is one")
     parser.add_argument("--out", type=Path, default=Path("."), help="the folder of the two files")
     asked = parser.parse_args()
+    if asked.steps < 1:
+        parser.error(f"--steps must be 1 or more, got {asked.steps}")
+    print(f"{asked.steps} steps in {asked.dtype} on {asked.device}; Tilery's first one compiles its kernels")
 
     found = {}
     for name, ops in (("torch", Torch()), ("Tilery", Tilery())):

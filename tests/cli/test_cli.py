@@ -230,24 +230,15 @@ def test_bench_adds_to_a_file_what_is_not_in_it(tmp_path):
 
 def test_bench_begins_no_case_after_its_minutes(tmp_path):
     file = tmp_path / "rows.csv"
-    words = (
-        "bench",
-        "softmax",
-        "-b",
-        "numba",
-        "--screen",
-        "--peers",
-        "none",
-        "--shapes",
-        "random:3:5",
-        "--csv",
-        str(file),
-    )
+    sizes = ("--N", "64", "--K", "64", "--M", "1,2,3", "--csv-form", "rows")
+    words = ("bench", "matmul", "-b", "numba", "--screen", "--peers", "none", *sizes, "--csv", str(file))
     rows = run_json(*words, "--minutes", "0")["rows"]
     left = [row for row in rows if row["status"] == "skipped"]
     assert [row["kernel"] for row in rows[:1]] == ["numba"] and len(left) == 2
     assert {row["reason"] for row in left} == {"not begun: the 0 minutes of --minutes were over"}
     run(*words, "--add")
+    again = CliRunner().invoke(app, [*words, "--add"])
+    assert again.exit_code == 0 and f"nothing was measured: {file} has all of these cases" in again.stderr
     with file.open() as opened:
         lines = [x for x in csv.DictReader(opened) if x["kernel"] != "control:copy"]
     assert len({x["case"] for x in lines}) == 3 and {x["status"] for x in lines} == {"pass"}
@@ -338,6 +329,7 @@ def test_cache_shows_and_clears(monkeypatch, tmp_path):
         (("check", "softmax", "--N", "64", "--K", "64"), "--N and --K are for ops whose cases are m, n and k, softmax"),
         (("bench", "softmax", "--csv-form", "pairs"), "--csv-form pairs is for ops whose cases are m, n and k"),
         (("bench", "softmax", "--add"), "--add goes with --csv FILE"),
+        (("bench", "softmax", "--defaults", "-b", "triton"), "dispatch takes, got --backend triton too; leave one out"),
         (("bench", "matmul", "--csv-form", "trios"), "--csv-form must be one of rows, pairs, got 'trios'"),
         (("check", "fp8_matmul", "-b", "numba", "--N", "64", "--K", "100"), "K must be a multiple of 128, got 100"),
         (("plan", "llama-8b", "--weights", "int3"), "weights must be one of bf16, fp8, got 'int3'"),

@@ -160,16 +160,35 @@ def test_tf32_is_for_the_call_that_asks_for_it(precision, before, inside):
         put("cuda", "matmul", "none")
 
 
+def test_what_is_set_for_all_of_torch_is_not_set_for_products_alone():
+    """A product of fp32 under torch.backends.fp32_precision, which the caller takes back afterwards."""
+    torch.backends.fp32_precision = "tf32"
+    try:
+        switch = vendor_glue._switch("cuda", torch.float32, "ieee")
+        with vendor_glue.switched(switch):
+            assert switch.get() == "ieee"
+        assert switch.get() == "tf32"
+    finally:
+        torch.backends.fp32_precision = "none"
+    assert switch.get() == "none"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sums_of_16_bits_are_fp32(dtype):
-    switch = vendor_glue._switch("cuda", dtype, "ieee")
-    before = switch.get()
-    with vendor_glue.switched(switch):
-        inside = switch.get()
-        assert (inside[0] if isinstance(inside, tuple) else inside) is False
-    assert switch.get() == before and vendor_glue._switch("cpu", dtype, "ieee") is None
-    flag = SimpleNamespace(value=True)
-    older = vendor_glue.Switch(lambda: flag.value, lambda to: setattr(flag, "value", to), switch.wanted)
+    switch, flags = vendor_glue._switch("cuda", dtype, "ieee"), torch.backends.cuda.matmul
+    name = "fp16" if dtype == torch.float16 else "bf16"
+    reduced = f"allow_{name}_reduced_precision_reduction"
+    before = getattr(flags, reduced)
+    flags.allow_fp16_accumulation = dtype == torch.float16
+    try:
+        with vendor_glue.switched(switch):
+            assert getattr(flags, reduced) is False and flags.allow_fp16_accumulation is False
+        assert getattr(flags, reduced) == before and flags.allow_fp16_accumulation == (dtype == torch.float16)
+    finally:
+        flags.allow_fp16_accumulation = False
+    assert vendor_glue._switch("cpu", dtype, "ieee") is None
+    flag, wanted = SimpleNamespace(value=True), vendor_glue._reduction(name).wanted
+    older = vendor_glue.Switch(lambda: flag.value, lambda to: setattr(flag, "value", to), wanted)
     with vendor_glue.switched(older):
         assert flag.value is False
     assert flag.value is True

@@ -133,7 +133,7 @@ def test_what_sglangs_triton_cannot_is_left_out_and_said(place):
     tune(entry(split), entry(split, m=32), entry(TRITON, m=32, rank=1), entry(TRITON, m=64))
     said = run("export", "--format", "sglang", "--partial", "fp8_matmul")
     assert list(read(place / "sglang" / "triton" / FILE)) == ["32", "64"]
-    assert "left out: M=16, N=4096, K=8192: triton cuts K in 4 parts, which SGLang's Triton kernel cannot\n" in said
+    assert "left out: M=16, N=4096, K=8192: triton cuts K in 4 parts, which that of SGLang and vLLM cannot\n" in said
     assert "M=32, N" not in said and not (place / "sglang" / "tilelang").exists()
 
 
@@ -295,10 +295,17 @@ def test_what_sglang_cannot_is_not_tuned_for_it():
     ):
         with pytest.raises(BadInput, match=said):
             request.request([work], backend, "1h", use="sglang")
-    with pytest.raises(BadInput, match="must be sglang, got 'trt'"):
+    with pytest.raises(BadInput, match="use must be sglang, for SGLang's files and vLLM's, got 'trt'"):
         request.request([(fp8_matmul, [Case(case | {"dtype": "e4m3"})], [])], None, "1h", use="trt")
     done = CliRunner().invoke(app, ["tune", "fp8_matmul", "--for", "sglang"])
     assert isinstance(done.exception, BadInput) and "--for sglang tunes a weight" in str(done.exception)
+
+
+def test_files_are_not_promised_where_nothing_was_tuned(place, monkeypatch):
+    plant.refusing(monkeypatch, fp8_matmul, "triton", "not today")
+    words = ["tune", "fp8_matmul", "--for", "sglang", "-b", "triton", "--N", "128", "--K", "128", "--M", "1"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1 and "no candidate is good" in done.stdout and "configs export" not in done.stderr
 
 
 def test_split_k_in_triton_is_no_candidate_and_what_won_is_kept_for_sglang(place, h100, monkeypatch):

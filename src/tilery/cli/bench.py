@@ -69,6 +69,9 @@ def bench(
 
     common.require_writable(csv)
     common.require_writable(svg)
+    if defaults and backend:
+        named = ", ".join(backend)
+        raise BadInput(f"--defaults is for the kernel that dispatch takes, got --backend {named} too; leave one out")
     chosen, given, shapes = common.chosen_ops(ops), common.product(n, k, m), common.settled_shapes(shapes)
     require_known(chosen, backend, "--backend")
     against = common.chosen_peers(chosen, peers)
@@ -97,6 +100,8 @@ def bench(
         common.print_json(done.rows, run=done.id, **measured, **common.shapes_said(shapes))
     else:
         common.console().print(table)
+        if before and not done.rows:
+            common.remark(f"nothing was measured: {csv} has all of these cases")
         common.remark(f"kept as run {done.id}: {done.made_by}")
     kernels = (row for row in done.rows if not is_peer(row.kernel) and not is_control(row.kernel))
     raise typer.Exit(1 if any(row.status == "fail" for row in kernels) else 0)

@@ -35,7 +35,7 @@ Rows = Annotated[str | None, typer.Option("--M", help="Of --N and --K: 1,16,64; 
 
 Shapes = Annotated[
     str | None,
-    typer.Option("--shapes", help="Sets by name: llama-8b,qwen3-8b, deepseek-v3, quick … or random[:COUNT[:SEED]]."),
+    typer.Option("--shapes", help="A set: llama-8b, deepseek-v3, quick …, random[:COUNT[:SEED]]; several by commas."),
 ]
 
 Peers = Annotated[

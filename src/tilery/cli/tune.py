@@ -40,7 +40,7 @@ def tune(
     timeout: Annotated[float, typer.Option(min=1.0, help="A candidate silent for so many seconds hangs.")] = 60.0,
     config_dir: Annotated[Path | None, typer.Option(help="Where to keep what won, if not in your own folder.")] = None,
     use: Annotated[
-        str | None, typer.Option("--for", help="sglang: fp8_matmul with what SGLang's kernels can run, for its files.")
+        str | None, typer.Option("--for", help="sglang: fp8_matmul as SGLang and vLLM can run it, for their files.")
     ] = None,
     json: common.Json = False,
 ) -> None:  # fmt: skip
@@ -67,7 +67,7 @@ def tune(
         common.print_json(_winners(result), **_document(result))
     else:
         _print(result)
-        if use is not None and not result.not_reached:
+        if use is not None and any(done.entries for done in result.tuned) and not result.not_reached:
             common.remark("`tilery configs export --format sglang` writes the files that are whole")
     raise typer.Exit(1 if any(not done.entries for done in result.tuned) else 0)
 

@@ -89,8 +89,9 @@ def _switch(kind: str, dtype: torch.dtype, precision: str) -> Switch | None:
     """The setting that decides how sums of this dtype are made on a kind of device; None where there is none."""
     if dtype == torch.float32:
         return _fp32("cuda", precision) if kind == "cuda" else _fp32("mkldnn", "ieee")
-    name = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
-    return _reduction(name) if kind == "cuda" and name else None
+    if kind != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return None
+    return _reduction("bf16") if dtype == torch.bfloat16 else _both(_reduction("fp16"), _accumulation())
 
 
 def _fp32(backend: str, precision: str) -> Switch:
@@ -101,7 +102,14 @@ def _fp32(backend: str, precision: str) -> Switch:
     def wanted(now: str) -> str:
         return now if now == precision or (precision == "ieee" and now in exact) else precision
 
-    return Switch(functools.partial(get, backend, "matmul"), lambda to: set_(backend, "matmul", to), wanted)
+    now = functools.partial(get, backend, "matmul")
+
+    def put(to: str) -> None:
+        set_(backend, "matmul", "none")  # where this is what is set for all of torch, it stays so
+        if now() != to:
+            set_(backend, "matmul", to)
+
+    return Switch(now, put, wanted)
 
 
 def _reduction(name: str) -> Switch:
@@ -113,3 +121,19 @@ def _reduction(name: str) -> Switch:
         set_(*to) if isinstance(to, tuple) else set_(to)
 
     return Switch(get, put, lambda now: (False, *now[1:]) if isinstance(now, tuple) else False)
+
+
+def _accumulation() -> Switch:
+    """Sums of fp16 products are fp32."""
+    get, put = torch._C._get_cublas_allow_fp16_accumulation, torch._C._set_cublas_allow_fp16_accumulation
+    return Switch(get, put, lambda now: False)
+
+
+def _both(one: Switch, other: Switch) -> Switch:
+    def put(to: tuple[Any, Any]) -> None:
+        one.set(to[0])
+        other.set(to[1])
+
+    return Switch(
+        lambda: (one.get(), other.get()), put, lambda now: (one.wanted(now[0]), other.wanted(now[1]))
+    )  # fmt: skip

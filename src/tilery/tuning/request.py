@@ -110,7 +110,7 @@ def request(
         problems += [Problem(op.name, str(where), case, weight=w) for case, w in zip(given, weights)]
     require(bool(problems), "there must be a case to tune, got none: name one with --case or --shapes")
     if use is not None:
-        require(use == sglang.USE, f"what configs are for must be {sglang.USE}, got {use!r}")
+        require(use == sglang.USE, f"use must be {sglang.USE}, for SGLang's files and vLLM's, got {use!r}")
         problems = _for_sglang(problems, kernels)
     ordered = sorted(problems, key=lambda problem: -problem.weight)
     return Request(tuple(ordered), kernels, budget_s, how, bits)

@@ -94,7 +94,7 @@ def refusal(kernel: str, config: dict[str, Any]) -> str | None:
     """Why SGLang's and vLLM's kernels cannot run a config that ours can."""
     parts = config.get("split_k", 1)
     if kernel == "triton" and parts > 1:
-        return f"triton cuts K in {parts} parts, which SGLang's Triton kernel cannot"
+        return f"triton cuts K in {parts} parts, which that of SGLang and vLLM cannot"
     return None
 
 

@@ -117,6 +117,18 @@ DISPATCH.add(
     "test_vendor.py::test_a_setting_leaves_it_out",
 )
 DISPATCH.add(
+    "library-sums-fp16-in-fp16",
+    '_both(_reduction("fp16"), _accumulation())',
+    '_reduction("fp16")',
+    "test_vendor.py::test_sums_of_16_bits_are_fp32",
+)
+DISPATCH.add(
+    "precision-of-products-alone-left-behind",
+    'set_(backend, "matmul", "none")  #',
+    "pass  #",
+    "test_vendor.py::test_what_is_set_for_all_of_torch_is_not_set_for_products_alone",
+)
+DISPATCH.add(
     "torchs-precision-stays-changed",
     "    finally:\n        switch.set(before)",
     "    finally:\n        pass",

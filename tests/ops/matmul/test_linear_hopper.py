@@ -71,9 +71,19 @@ def test_says_what_it_cannot_multiply(op, more, said):
     assert why is None if said is None else said in why
 
 
-def test_a_bias_in_the_middle_of_another_tensor_is_read_element_by_element():
-    x, weight, bias, *rest = linear.specs_in(call_of("linear", bias=True))
-    off = linear.call((x, weight, bias._replace(aligned=False), *rest))
+@pytest.mark.parametrize(
+    ("n", "name", "how"),
+    [
+        (256, "bias", {"aligned": False}),
+        (256, "residual", {"aligned": False}),
+        (256, "residual", {"strides": (260, 1)}),
+        (252, "residual", {"strides": (256, 1)}),  # its last vector would end behind the row
+    ],
+)
+def test_what_is_added_off_16_bytes_is_read_element_by_element(n, name, how):
+    call = call_of("linear", n=n, **{name: True})
+    specs = dict(zip(linear.signature.decisive, linear.specs_in(call)))
+    off = linear.call(tuple((specs | {name: specs[name]._replace(**how)}).values()))
     *_, launch = REGISTRY["linear"].kernel("cuda.hopper").launches(*planned("linear", off))
     assert launch.constants["VECTORS"] is False
 

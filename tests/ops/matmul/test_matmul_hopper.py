@@ -67,10 +67,12 @@ def test_takes_every_layout(more, a, b):
     assert [launch.kernel.name for launch in launches[:-1]] == ["copy_rows"] * len(specs)
 
 
-def test_rows_that_overlap_are_copied():
+@pytest.mark.parametrize(
+    "how", [{"strides": (0, 1)}, {"strides": (1016, 1)}, {"strides": (1028, 1)}, {"aligned": False}], ids=str
+)
+def test_rows_that_overlap_or_lie_off_16_bytes_are_copied(how):
     call = call_of()
-    expanded = type(call)(call._values | {"a": call.a._replace(strides=(0, 1))})
-    a, b = operands(expanded)
+    a, b = operands(type(call)(call._values | {"a": call.a._replace(**how)}))
     assert a.copied_from is not None and b.copied_from is None
 
 
@@ -172,6 +174,14 @@ def test_the_default_and_all_configs_are_taken(m, n, k):
     assert kernel.default(problem) in found and len(found) == len(set(found)) <= 48
     assert all(kernel.refusal(problem, c) is None for c in found)
     assert all(kernel.estimate(problem, c).blocks > 0 for c in found)
+
+
+@pytest.mark.parametrize("layout_b", ["transposed", "contiguous", "padded"])
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 0, 128), (64, 0, 128), (300, 0, 128), (0, 256, 128), (64, 256, 0)])
+def test_a_product_of_nothing_has_a_default_too(m, n, k, layout_b):
+    problem = call_of(m, n, k, layout_b=layout_b)
+    assert kernel.default(problem) in kernel.configs(problem)
+    assert kernel.expected_us(problem, kernel.default(problem)) > 0
 
 
 @pytest.mark.parametrize("card", ["h200", "h100-pcie"])

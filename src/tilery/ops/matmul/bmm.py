@@ -96,6 +96,7 @@ def model_sizes(model: "Model") -> list[dict[str, int]]:
             case(batch=3, m=65, n=33, k=97, dtype="fp32", refused_by=TF32),  # odd tails on every side
             case(batch=2, m=128, n=136, k=72, dtype="bf16"),
             case(batch=2, m=65, n=33, k=97, dtype="bf16", layout_b="transposed"),
+            case(batch=3, m=896, n=64, k=8, dtype="bf16"),  # tiles of 128 rows that do not pair off
             case(batch=5, m=1, n=40, k=64, dtype="bf16", layout_b="transposed"),  # one row each
             case(batch=1, m=20, n=24, k=64, dtype="fp16"),
             case(batch=1, m=1, n=33, k=64, dtype="fp16"),  # a single row that does not end on 16 bytes

@@ -83,7 +83,7 @@ def _backward_inputs(
 
 
 def _torch_backward(dy: Tensor, ids: Tensor, v: int) -> Tensor:
-    """It takes the largest integer for a padding_idx: none."""
+    """A padding_idx of -1 is none."""
     found: Tensor = torch.ops.aten.embedding_dense_backward(dy, ids, v, -1, False)
     return found
 

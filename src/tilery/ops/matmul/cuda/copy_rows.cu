@@ -16,15 +16,16 @@ __global__ void __launch_bounds__(THREADS) copy_rows(
         for (int i = threadIdx.x; i < width; i += THREADS) target[i] = source[i * value_stride];
         return;
     }
-    // Words of two values. Where the line begins in the middle of a word, each is put together from two.
+    // Words of two values. Where the line begins in the middle of a word, each is put together from two, and a last pair
+    // that ends in the middle of one is copied by itself: the rest of that word may lie behind the tensor.
     const unsigned* const words = reinterpret_cast<const unsigned*>(reinterpret_cast<u64>(source) & ~u64{3});
     const bool halfway = reinterpret_cast<u64>(source) & 2;
-    const int whole = width / 2;
+    const int whole = (width - halfway) / 2;
 #pragma unroll 4
     for (int i = threadIdx.x; i < whole; i += THREADS) {
         const unsigned low = words[i];
         const unsigned word = halfway ? __funnelshift_r(low, words[i + 1], 16) : low;
         reinterpret_cast<unsigned*>(target)[i] = word;
     }
-    if (width % 2 && threadIdx.x == 0) target[width - 1] = source[width - 1];
+    if (const int i = 2 * whole + threadIdx.x; i < width) target[i] = source[i];
 }

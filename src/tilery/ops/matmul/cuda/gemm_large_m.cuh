@@ -110,7 +110,7 @@ __device__ __forceinline__ void gemm_large_m(const TensorMap& a_map, const Tenso
                         store_row<groups.BEGIN, groups.END>(c + i64{row + 8} * p.n, col0, p.n, row + 8 < p.m, out[0], 2);
                     }
                 });
-                if constexpr (TMA_STORE) {  // c is one matrix to its map: with several products m is a multiple of BLOCK_M
+                if constexpr (TMA_STORE) {  // one matrix to its map: m of several products is a multiple of DOWN tiles
                     unsigned char* const staging = pipeline.after_tiles() + warpgroup * 64 * OUT_N * sizeof(T);
                     store_tile_tma<T>(c_map, staging, out, warpgroup, col0, batch * p.m + row0 + warpgroup * 64);
                 }

@@ -79,8 +79,9 @@ class HopperGemm(Kernel):
             return why
         if config.large_m and config.split_k > 1 and call.k < 128 * config.split_k:
             return f"K must be at least {128 * config.split_k} for split_k of {config.split_k}, got {call.k}"
-        if config.tma_store and call.batch > 1 and call.m % config.block_m:
-            return f"tma_store of several products takes M a multiple of {config.block_m}, got {call.m}"
+        rows = config.block_m * config.multicast_b  # of a cluster, whose last tile may lie past M: in the next product
+        if config.tma_store and call.batch > 1 and call.m % rows:
+            return f"tma_store of several products takes M a multiple of {rows}, got {call.m}"
         return _mn_refusal(config, a, b)
 
     def default(self, call: MatmulCall) -> Config:

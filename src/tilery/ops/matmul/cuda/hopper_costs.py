@@ -138,7 +138,7 @@ class Problem(Generic[C]):
         if self.m > _SMALL_M:
             return
         halves = self.config.halves
-        columns = [n for n in small_m_columns(halves) if n < self.n + 64 * halves]
+        columns = [n for n in small_m_columns(halves) if n < max(self.n, halves) + 64 * halves]  # also of no columns
         for rows in self._row_counts():
             for width in columns:
                 for split in SPLIT_K if halves == 1 else (1,):

@@ -26,7 +26,7 @@ class Config:
 
 
 class _Batched(Kernel):
-    """What both kernels have in common."""
+    """What the three kernels have in common."""
 
     archs = ("cpu",)
     Config = Config
