@@ -9,7 +9,7 @@ from tilery.core.op import REGISTRY
 from tilery.languages import language
 from tilery.measure.place import place
 
-GPU_ALONE = ("gluon", "tilelang", "cutile", "cuda", "cupy", "numba_cuda")
+GPU_ALONE = ("gluon", "tilelang", "cutile", "cupy", "numba_cuda")
 KERNELS = [
     pytest.param(
         op, kernel, id=f"{op.name}-{kernel}", marks=pytest.mark.gpu if language(kernel).name in GPU_ALONE else ()

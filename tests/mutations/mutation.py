@@ -50,9 +50,14 @@ def case(op: str, kernel: str, params: str) -> str:
     return f"test_ops.py::{CONFORMANCE}[{op}-{kernel}-{params}]"
 
 
+def sources(package: Path) -> list[Path]:
+    """What bugs are planted in: Python, and CUDA C++ that the emulator runs where there is no GPU."""
+    return sorted(path for path in package.rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
+
+
 def find(mutation: Mutation, package: Path) -> Place:
     """The one place below `package` where it applies; raises NotApplicable if there is none, or more than one."""
-    found = [Place(path, at) for path in sorted(package.rglob("*.py")) for at in _places(mutation, path)]
+    found = [Place(path, at) for path in sources(package) for at in _places(mutation, path)]
     if len(found) == 1:
         return found[0]
     where = f" inside {mutation.inside}" if mutation.inside else ""
@@ -66,7 +71,8 @@ def mutated(mutation: Mutation, place: Place) -> str:
     text = place.path.read_text()
     made = text[: place.start] + mutation.new + text[place.start + len(mutation.old) :]
     try:
-        ast.parse(made)
+        if place.path.suffix == ".py":
+            ast.parse(made)
     except SyntaxError as error:
         raise NotApplicable(f"{mutation.name} makes no Python: {error}") from None
     return made
@@ -74,7 +80,7 @@ def mutated(mutation: Mutation, place: Place) -> str:
 
 def _places(mutation: Mutation, path: Path) -> Iterator[int]:
     text = _text(path, path.stat().st_mtime_ns)
-    if mutation.old not in text:
+    if mutation.old not in text or (mutation.inside and path.suffix != ".py"):
         return
     for first, last in _spans(text, mutation.inside):
         at = text.find(mutation.old, first, last)

@@ -16,7 +16,7 @@ from mutations.tree import Tree
 NOTICED, UNNOTICED, INVALID = "noticed", "UNNOTICED", "INVALID"
 _FAILED = 1  # pytest's exit code where tests failed; the others, but for 0, mean that they did not run
 # A mutant that raises one of these was not run at all: no bug that anybody would ship.
-_NOT_RUN = {"SyntaxError", "ImportError", "NameError", "NumbaError"}
+_NOT_RUN = {"SyntaxError", "ImportError", "NameError", "NumbaError", "CompileFailed"}
 _OPTIONS = ("-q", "--no-header", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "mutations.witness")
 
 

@@ -18,9 +18,9 @@ class Tree:
         self.folder, self.source = folder, folder / "src"
         self.package = self.source / package.name
         shutil.copytree(package, self.package, ignore=shutil.ignore_patterns("__pycache__"))
-        self.kernels, self.data = folder / "numba", folder / "data"
-        self.kernels.mkdir()
-        self.data.mkdir()
+        self.kernels, self.emulated, self.data = (folder / name for name in ("numba", "cuda_emulator", "data"))
+        for made in (self.kernels, self.emulated, self.data):
+            made.mkdir()
         self._planted = 0
 
     @contextlib.contextmanager
@@ -36,6 +36,8 @@ class Tree:
             _write(place.path, original, before.st_mtime_ns)
 
     def _module(self, place: Place) -> str:
+        if place.path.suffix != ".py":  # any kernel may include it
+            return self.package.name
         parts = place.path.relative_to(self.source).with_suffix("").parts
         return ".".join(part for part in parts if part != "__init__")
 
@@ -44,7 +46,8 @@ class Tree:
         """A folder for one child, with what was measured of this machine; kernels are shared by all children."""
         made = self.folder / "state"
         (made / "cache").mkdir(parents=True)
-        (made / "cache" / "numba").symlink_to(self.kernels)
+        for kept in (self.kernels, self.emulated):
+            (made / "cache" / kept.name).symlink_to(kept)
         shutil.copytree(self.data, made / "data")
         try:
             yield made

@@ -19,7 +19,7 @@ HOPPER.add(
     "outer % _ALIGNED == 0)",
     COPIED,
 )
-HOPPER.add("misaligned-operand-not-copied", "    aligned = x.aligned and (batches", "    aligned = (batches", COPIED)
+HOPPER.add("misaligned-operand-not-copied", "    aligned = given.x.aligned and", "    aligned =", COPIED)
 HOPPER.add(
     "lines-of-any-length-not-copied",
     "count <= 1 or (outer % _ALIGNED == 0 and",
@@ -28,7 +28,7 @@ HOPPER.add(
 )
 HOPPER.add(
     "products-of-any-distance-not-copied",
-    "(batches == 1 or batch_stride % _ALIGNED == 0)",
+    "(given.batches == 1 or given.batch_stride % _ALIGNED == 0)",
     "True",
     "test_bmm_hopper.py::test_products_that_are_no_16_bytes_apart_are_copied",
 )

@@ -119,8 +119,8 @@ ROWS.add(
 )
 ROWS.add(
     "smoothing-added",
-    "target_logit - smooth + z_loss",
-    "target_logit + smooth + z_loss",
+    "return lse - (1 - label_smoothing) * target_logit - smooth + z_loss",
+    "return lse - (1 - label_smoothing) * target_logit + smooth + z_loss",
     case("cross_entropy", "triton", "m=5,n=1000,dtype=fp16,label_smoothing=0.1,z_loss=0.001,ignored=True"),
 )
 ROWS.add(

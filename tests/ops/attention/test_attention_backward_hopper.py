@@ -124,16 +124,35 @@ def test_without_keys_every_gradient_is_zero():
 # Where it runs: on a Hopper GPU, or in the emulator.
 
 
-@pytest.mark.parametrize(("n", "of_keys", "tile"), PASSES)
-@pytest.mark.parametrize(
-    "more",
-    [{"keys": 333, "kv_heads": 1, "heads": 2}, {"m": 0, "order": "thd", "lengths": "130:70+40:200", "causal": False}],
-    ids=["causal", "packed"],
-)
-def test_every_form_is_right(n, of_keys, tile, more):
+def runs_here():
     where = place(attention_backward, "cuda.hopper").device
     if where is None or (where.type != "cpu" and device.arch(where) != "sm_90"):
         pytest.skip("needs a Hopper GPU or the emulator")
+    return where
+
+
+@pytest.mark.parametrize(("n", "of_keys", "tile"), PASSES)
+@pytest.mark.parametrize(
+    "more",
+    [{"m": 333, "kv_heads": 1, "heads": 2}, {"m": 0, "order": "thd", "lengths": "130:70+40:200", "causal": False}],
+    ids=["causal", "packed"],
+)
+def test_every_form_is_right(n, of_keys, tile, more):
+    where = runs_here()
     one = case(**PLAIN | {"n": n, "dtype": "fp16"} | more)
     config = config_with(call_for(attention_backward, one, str(where)), of_keys, tile)
     assert check(attention_backward, "cuda.hopper", one, where, config=config).refused is None
+
+
+def test_keys_past_the_last_do_not_overflow():
+    """Their scores are 0. Beside those of the others, of about -250, they would count for infinity."""
+    args = attention_backward.inputs(m=5, keys=3, heads=1, kv_heads=1, n=64, dtype="fp16", device=str(runs_here()))
+    q, k = args["q"].fill_(1), args["k"].copy_(-1 - 0.01 * args["k"])
+    args |= {
+        "scale": 4.0,
+        "causal": False,
+        "lse": torch.logsumexp(4 * torch.einsum("bshd,bthd->bhst", q, k).float(), -1),
+    }
+    wanted = attention_backward.reference(**{n: x.double() if torch.is_tensor(x) else x for n, x in args.items()})
+    for made, right in zip(attention_backward(**args, backend="cuda.hopper"), wanted):
+        assert (made - right).norm() <= 0.02 * right.norm()

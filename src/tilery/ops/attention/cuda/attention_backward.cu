@@ -12,8 +12,7 @@
 // two products are the register operands of the others, so P and dS never pass through shared memory.
 #include "attention_mainloop.cuh"
 
-// delta = sum(dout · out) - dlse and lse in base 2 of every query and head. lse2 is inf for a query that sees nothing,
-// whose P is 0 so. LANES threads have a row.
+// delta = sum(dout · out) - dlse and lse in base 2 of every query and head. LANES threads have a row.
 template <typename T, int HEAD_DIM, int LANES>
 __global__ void __launch_bounds__(256) attention_delta(
     const T* dout, const T* out, const float* lse, const float* dlse, float* lse2, float* delta, i64 dout_batch_stride,
@@ -37,9 +36,8 @@ __global__ void __launch_bounds__(256) attention_delta(
 #pragma unroll
     for (int lanes = LANES / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
     if (row >= rows || column > 0) return;
-    const float own = lse[row];
     delta[row] = sum - (dlse ? dlse[row] : 0.0f);
-    lse2[row] = own == minus_infinity() ? -minus_infinity() : own * LOG2E;
+    lse2[row] = lse[row] * LOG2E;
 }
 
 template <typename T>
