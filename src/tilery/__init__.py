@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tilery.base import errors as errors
     from tilery.core.policy import explain_dispatch as explain_dispatch
     from tilery.ops import *  # noqa: F403
+    from tilery.patch import audit as audit
     from tilery.patch import register_attention as register_attention
     from tilery.patch import unpatch as unpatch
     from tilery.tuning import tune as tune
@@ -22,6 +23,7 @@ _MODULES = ("errors", "patch", "tuning")
 _PUBLIC = {
     "explain_dispatch": "tilery.core.policy",
     "tune": "tilery.tuning",
+    "audit": "tilery.patch",
     "register_attention": "tilery.patch",
     "unpatch": "tilery.patch",
 } | dict.fromkeys(OPS, "tilery.ops")

@@ -1,18 +1,20 @@
 """Tilery inside of Hugging Face models. `tilery.patch(model)` replaces what it can in one of them.
 
 architectures (the table) · apply (patch and unpatch by it) · forwards (what patched modules compute) · joined (weights
-in one buffer) · swap (another forward for one instance) · verify (the proof) · audit (what ran) · report · attention
+in one buffer) · swap (another forward for one instance) · verify (the proof) · audits (what ran) · report · attention
 (the function they call) · attention_masks (what they pass it)
 """
 
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tilery.base.errors import ToolMissing
 
 if TYPE_CHECKING:
+    from tilery.patch.audits import Audit
     from tilery.patch.report import PatchReport
 
 NEEDS = "5.17"  # of transformers; before it, masks were asked for by other arguments
@@ -34,6 +36,17 @@ def unpatch(model: Any) -> None:
     from tilery.patch import apply
 
     apply.unpatch(model)
+
+
+def audit(strict: bool | None = None) -> "AbstractContextManager[Audit]":
+    """After `with tilery.audit() as a:`, a says which op ran in each layer of patched models, and what stayed in torch.
+
+    `strict` raises at the end if a part that is patched did not run; if not given, for models patched with strict=True.
+    """
+    _transformers()
+    from tilery.patch import audits
+
+    return audits.audit(strict)
 
 
 def _transformers() -> Any:

@@ -172,6 +172,8 @@ class _Application:
                 act(name, module)
         for suffix, why in self.known.stays.items():
             count = len(by_class.get(self._class(suffix), ()))
+            if suffix == "Experts":
+                why += f" ({getattr(self.model.config, '_experts_implementation', None) or 'eager'})"
             self.left.update({("", self.known.prefix + suffix, why): count})
         if "attention" in self.pieces:
             self._set_attention()

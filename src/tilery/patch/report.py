@@ -65,18 +65,22 @@ class PatchReport:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], width: int = WIDTH) -> list[str]:
-    """Lines of at most `width`: the last column wraps; the first does where that is not enough."""
+    """Lines of at most `width`: the last column wraps, and the first where that is not enough.
+
+    A cell more than there are heads stands below its row.
+    """
     rows = [tuple(row) for row in rows]
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
-    spare = width - 2 * (len(heads) - 1) - sum(widths[:-1])
-    widths[-1] = min(widths[-1], max(spare, 12))
-    widths[0] = min(widths[0], max(widths[0] + min(spare - widths[-1], 0), 8))
+    for i, least in ((-1, 24), (0, 12)):
+        over = sum(widths) + 2 * (len(widths) - 1) - width
+        widths[i] -= max(min(over, widths[i] - least), 0)
     lines: list[str] = []
-    for row in (heads, *rows):
+    for row in (tuple(heads), *rows):
         cells = [_wrapped(text, size) for text, size in zip(row, widths)]
         for number in range(max(map(len, cells))):
             parts = [(cell[number] if number < len(cell) else "").ljust(size) for cell, size in zip(cells, widths)]
             lines.append("  ".join(parts).rstrip())
+        lines += [f"    {line}" for text in row[len(heads) :] for line in _wrapped(text, width - 4)]
     return lines
 
 
