@@ -22,7 +22,7 @@ NEEDS = "5.17"  # of transformers; before it, masks were asked for by other argu
 
 def register_attention() -> None:
     """Makes attn_implementation="tilery" known to Hugging Face's transformers; docs/huggingface.md has the rest."""
-    transformers = _transformers()
+    transformers = require_transformers()
     from tilery.patch.attention import forward
     from tilery.patch.attention_masks import make_mask
 
@@ -32,7 +32,7 @@ def register_attention() -> None:
 
 def unpatch(model: Any) -> None:
     """Takes tilery.patch back: the model's modules and weights are bit for bit what they were."""
-    _transformers()
+    require_transformers()
     from tilery.patch import apply
 
     apply.unpatch(model)
@@ -43,13 +43,13 @@ def audit(strict: bool | None = None) -> "AbstractContextManager[Audit]":
 
     `strict` raises at the end if a part that is patched did not run; if not given, for models patched with strict=True.
     """
-    _transformers()
+    require_transformers()
     from tilery.patch import audits
 
     return audits.audit(strict)
 
 
-def _transformers() -> Any:
+def require_transformers() -> Any:
     """transformers, of a version that this works with."""
     try:
         import transformers
@@ -74,7 +74,7 @@ class _Patch(ModuleType):
         each by its name. `strict` raises if anything asked for stays in torch. `verify` holds every layer against
         float32 and raises if a patched one is further off than it may be; whatever is raised, the model is as it was.
         """
-        _transformers()
+        require_transformers()
         from tilery.patch import apply
 
         return apply.patch(model, ops, backend, strict, verify)
