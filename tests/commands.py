@@ -38,7 +38,8 @@ LEFT_OUT = {"--case": "m=64,n=4096,k=8192,dtype=bf16", "--N": "4096", "--K": "81
 WORK = (
     "tilery.workbench.run.run", "tilery.ladder.run.run", "tilery.measure.check.rows", "tilery.tuning.request.pool_for",
     "tilery.workbench.sanitize.rows", "tilery.pages.summary.collect", "tilery.pages.compare.compare",
-    "tilery.measure.compile.Compiler.compile", "tilery.measure.inspect.source", "tilery.models.plan.plans", "tilery.patch.infer.infer",
+    "tilery.measure.compile.Compiler.compile", "tilery.measure.inspect.source", "tilery.models.plan.plans",
+    "tilery.patch.infer.infer",
 )  # fmt: skip
 RUN_UP_TO_ITS_WORK = ("bench", "ladder", "check", "tune", "sanitize", "report", "plot", "show", "plan", "infer")
 

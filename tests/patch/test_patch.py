@@ -2,19 +2,25 @@
 
 import copy
 import pickle
+import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from tiny import ARCHITECTURES, PADDING, PROMPT, make
+from typer.testing import CliRunner
 
 import tilery
 from tilery.base.errors import BadInput, NoBackward, ToolMissing
+from tilery.cli import app
 from tilery.patch import architectures
+from tilery.patch.architectures import PIECES
 
+ROOT = Path(__file__).parents[2]
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 
 
@@ -472,3 +478,48 @@ def test_biases_of_an_mlp():
 def test_the_package_is_called_in_either_order(code):
     code += "; assert callable(tilery.patch) and tilery.patch.register_attention is tilery.register_attention"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_document_is_what_the_command_prints_and_what_patches_replace():
+    made = CliRunner().invoke(app, ["ops", "--models"]).stdout
+    assert (ROOT / "docs" / "models.md").read_text() == made, "tilery ops --models > docs/models.md"
+    lines = {name: line.split(" | ") for name in ARCHITECTURES for line in made.splitlines() if f"| `{name}` |" in line}
+    for name, (_, norms, qkv, rotation, mlp, _, stays) in lines.items():
+        report = tilery.patch(make(name))
+        ops = {piece: {op for row in report.replaced if row.piece == piece for op in row.ops} for piece in PIECES}
+        assert ops["norms"] == set(re.findall(r"`(\w+)`", norms))
+        assert (ops["qkv"], ops["rope"]) == (set(re.findall(r"`(\w+)`", qkv)), set(re.findall(r"`(\w+)`", rotation)))
+        assert bool(ops["mlp"]) == bool(mlp) and ops["attention"] == {"attention", "attention_decode"}
+        assert len(report.left) == len([part for part in stays.rstrip(" |").split(", ") if part])
+    assert set(lines) == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
+def test_a_static_cache(made, name):
+    """It has room for more keys than there are: the mask is then a tensor."""
+    model = made(name)
+    how = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
+    before, after, _ = both(model, model.generate, PROMPT, attention_mask=PADDING["left"], **how)
+    assert after.tolist() == before.tolist()
+
+
+def test_what_is_joined_in_inference_mode_can_be_trained():
+    model = make("llama")
+    before, _, _ = both(model, model, PROMPT)
+    tilery.unpatch(model)
+    with torch.inference_mode():
+        tilery.patch(model)
+        same(model(PROMPT).logits, before.logits)
+    model(PROMPT, labels=PROMPT).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_a_batch_with_one_row_of_positions(made):
+    """transformers hands cos and sin of one sequence to all, if no padding makes them differ."""
+    model = made("llama")
+    before, after, _ = both(model, model, PROMPT.repeat(2, 1), position_ids=torch.arange(3, 23)[None])
+    same(after.logits, before.logits)
+    far = {"position_ids": torch.stack([torch.arange(20), torch.arange(20) + 30])}
+    after = model(PROMPT, **far)
+    tilery.unpatch(model)
+    same(after.logits, model(PROMPT, **far).logits)
