@@ -449,6 +449,9 @@ def test_an_activation_without_an_op_stays():
     with pytest.raises(BadInput, match=r"(?s)strict=True, .*mlp of 2 LlamaMLP: its activation has no gated op"):
         tilery.patch(model, strict=True)
     assert type(model.model.norm) is transformers.models.llama.modeling_llama.LlamaRMSNorm
+    with pytest.raises(BadInput, match="qkv, rope of 2 DeepseekV3Attention: latent attention"):
+        tilery.patch(make("deepseek_v3"), strict=True)
+    tilery.patch(make("deepseek_v3"), ops=("norms", "mlp"), strict=True)
 
 
 def test_what_a_version_lacks_is_named(monkeypatch):
@@ -523,3 +526,11 @@ def test_a_batch_with_one_row_of_positions(made):
     after = model(PROMPT, **far)
     tilery.unpatch(model)
     same(after.logits, model(PROMPT, **far).logits)
+
+
+def test_dropout_of_attention_is_for_training():
+    model = make("llama", attention_dropout=0.5)
+    before, after, _ = both(model, model, PROMPT)
+    same(after.logits, before.logits)
+    with pytest.raises(BadInput, match=r"has no dropout, got 0\.5"):
+        model.train()(PROMPT)

@@ -59,7 +59,7 @@ def patch(
     vars(model)[RECORD] = record
     try:
         made.run()
-        left = [e for e in record.report.left if e.piece in pieces]
+        left = [e for e in record.report.left if e.piece]
         if strict and left:
             said = "\n".join(f"  {e.piece} of {e.count} {e.module}: {e.why}" for e in left)
             raise BadInput(f"strict=True, and of what was asked for this cannot be patched:\n{said}")
@@ -174,7 +174,8 @@ class _Application:
             count = len(by_class.get(self._class(suffix), ()))
             if suffix == "Experts":
                 why += f" ({getattr(self.model.config, '_experts_implementation', None) or 'eager'})"
-            self.left.update({("", self.known.prefix + suffix, why): count})
+            pieces = [piece for piece in ("qkv", "rope") if piece in self.pieces] if suffix == "Attention" else []
+            self.left.update({(", ".join(pieces), self.known.prefix + suffix, why): count})
         if "attention" in self.pieces:
             self._set_attention()
         self._refuse_paged()

@@ -62,9 +62,9 @@ class Joined:
         whole = self._buffers.get(kind)
         if not torch.compiler.is_compiling() and not _are_views(whole, parts):
             with _LOCK:
-                if not _are_views(self._buffers.get(kind), parts):
-                    self._buffers[kind] = _join(parts)
-            whole = self._buffers[kind]
+                whole = self._buffers.get(kind)
+                if not _are_views(whole, parts):
+                    whole = self._buffers[kind] = _join(parts)
         assert whole is not None, "a module is joined before it is traced"
         if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
             made: Tensor = _Whole.apply(whole, *parts)

@@ -6,6 +6,7 @@ from mutations.catalogue import (
     contract,
     dispatch,
     numba_kernels,
+    patch,
     product_gradients,
     store,
     timing,
@@ -28,5 +29,6 @@ LAYERS = (
     *store.LAYERS,
     *tuning.LAYERS,
     *tools.LAYERS,
+    *patch.LAYERS,
 )
 MUTATIONS = [mutation for layer in LAYERS for mutation in layer.mutations]
