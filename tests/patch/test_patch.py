@@ -415,6 +415,20 @@ def test_traced_as_one_graph(made):
         same(traced(PROMPT, use_cache=False).logits, ours)
 
 
+def test_generates_own_option_compiles_one_graph(made):
+    """Decode with a static cache."""
+    model = made("llama")
+    how = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    compiled = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
+    compiled._compile_all_devices = True  # otherwise it compiles on a GPU alone
+    before = model.generate(PROMPT, disable_compile=True, **how)
+    tilery.patch(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert model.generate(PROMPT, compile_config=compiled, **how).tolist() == before.tolist()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 # What is refused
 
 

@@ -202,7 +202,7 @@ PROOF.add(
 PROOF.add(
     "plans-stay-watched",
     "            if not _watches:\n",
-    "            if _watches:\n",
+    "            if False:\n",
     "test_audit.py::test_nothing_is_left_when_it_ends",
 )
 
