@@ -548,3 +548,15 @@ def test_dropout_of_attention_is_for_training():
     same(after.logits, before.logits)
     with pytest.raises(BadInput, match=r"has no dropout, got 0\.5"):
         model.train()(PROMPT)
+
+
+def test_head_sizes_and_dtypes_without_an_op_stay():
+    model = make("llama", head_dim=24)
+    before, after, report = both(model, model, PROMPT)
+    same(after.logits, before.logits)
+    (left,) = report.left
+    assert (left.piece, left.count) == ("attention", 2) and "heads of 24, tilery's attention takes 16, 32" in left.why
+    model = make("llama").bfloat16()
+    model.model.norm.float()
+    report = tilery.patch(model)
+    assert [(row.piece, row.why) for row in report.left] == [("norms", "its weight is fp32 in a model of bf16")]

@@ -8,7 +8,7 @@ from tiny import ARCHITECTURES, PROMPT, make
 
 import tilery
 from tilery.base.errors import Wrong
-from tilery.patch import apply, architectures, forwards
+from tilery.patch import application, architectures, forwards
 from tilery.patch.architectures import Heads, Layer
 
 
@@ -88,7 +88,7 @@ def test_wrong_numbers_are_noticed(monkeypatch):
                 made.sizes = (made.sizes[1], made.sizes[0], made.sizes[2])
             return made
 
-        monkeypatch.setattr(apply, "State", state)
+        monkeypatch.setattr(application, "State", state)
         if "joined" in changes:
             model = make("llama", num_key_value_heads=4)
         with pytest.raises(Wrong, match="further from float32"):

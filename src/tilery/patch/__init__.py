@@ -1,8 +1,8 @@
 """Tilery inside of Hugging Face models. `tilery.patch(model)` replaces what it can in one of them.
 
-architectures (the table) · apply (patch and unpatch by it) · forwards (what patched modules compute) · joined (weights
-in one buffer) · swap (another forward for one instance) · verify (the proof) · audits (what ran) · report · attention
-(the function they call) · attention_masks (what they pass it)
+architectures (the table) · apply, application (patch and undo by it) · forwards (what patched modules compute) ·
+joined (weights in one buffer) · swap (another forward for one instance) · verify (the proof) · audits (what ran) ·
+report · infer, document (two commands) · attention (the function they call) · attention_masks (what they pass it)
 """
 
 import sys

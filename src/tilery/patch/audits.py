@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from tilery.base.errors import Wrong
 from tilery.core.plan import Plan, watched
-from tilery.patch.apply import RECORD, Record
+from tilery.patch.application import RECORD, Record
 from tilery.patch.attention import BACKENDS
 from tilery.patch.report import table
 from tilery.patch.swap import STATE
