@@ -434,7 +434,7 @@ def test_generates_own_option_compiles_one_graph(made):
 
 def test_what_is_refused(made):
     model = made("llama")
-    with pytest.raises(BadInput, match="ops must be some of norms, rope, mlp, qkv, attention, got 'norm'"):
+    with pytest.raises(BadInput, match="ops must be some of norms, rope, mlp, qkv, attention, loss, got 'norm'"):
         tilery.patch(model, ops="norm")
     with pytest.raises(BadInput, match="the model is not patched"):
         tilery.unpatch(model)

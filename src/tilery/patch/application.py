@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tilery.base.errors import BadInput, ToolMissing, require
 from tilery.base.spec import dtype_name
 from tilery.ops.attention.checks import HEAD_DIMS
-from tilery.patch import forwards, joined, register_attention, swap, verify
+from tilery.patch import forwards, joined, loss, register_attention, swap, verify
 from tilery.patch.architectures import Architecture
 from tilery.patch.attention import BACKENDS
 from tilery.patch.forwards import State
@@ -30,6 +30,7 @@ OPS = {
     "rope": ("rope_", "rope"),
     "qkv": ("linear",),
     "attention": ("attention", "attention_decode"),
+    "loss": ("fused_linear_cross_entropy",),
 }
 
 
@@ -84,6 +85,8 @@ class Application:
             self.left.update({(", ".join(pieces), self.known.prefix + suffix, why): count})
         if "attention" in self.pieces:
             self._set_attention()
+        if "loss" in self.pieces:
+            self._loss()
         self._refuse_paged()
         self.report.replaced = [Replaced(*of[:2], count, of[2]) for of, count in self.done.items()]
         self.report.left += [Left(piece, kind, count, why) for (piece, kind, why), count in self.left.items() if count]
@@ -202,6 +205,12 @@ class Application:
         for module in modules:
             vars(module)[BACKENDS] = self.backends
         self.done["attention", name, OPS["attention"]] += len(modules)
+
+    def _loss(self) -> None:
+        if self._fits("loss", self.model, loss.refusal(self.model)):
+            plain = transformers.modeling_outputs.CausalLMOutputWithPast
+            state = State(self.backends, output=getattr(self.modeling, "MoeCausalLMOutputWithPast", plain))
+            self._replace("", self.model, loss.causal_lm, state, {"loss": OPS["loss"]})
 
     def _refuse_paged(self) -> None:
         for name in PAGED:

@@ -12,7 +12,7 @@ from tilery.base.spec import dtype_name
 from tilery.core.op import REGISTRY
 from tilery.patch import swap, verify
 from tilery.patch.application import OPS, PAGED, RECORD, Application, Record
-from tilery.patch.architectures import ARCHITECTURES, PIECES, Architecture
+from tilery.patch.architectures import ARCHITECTURES, PIECES, USUAL, Architecture
 from tilery.patch.attention import BACKENDS
 from tilery.patch.report import PatchReport
 
@@ -78,7 +78,7 @@ def _architecture(model: Any) -> Architecture:
 
 
 def _pieces(ops: str | Iterable[str] | None) -> tuple[str, ...]:
-    asked = PIECES if ops is None else (ops,) if isinstance(ops, str) else tuple(ops)
+    asked = USUAL if ops is None else (ops,) if isinstance(ops, str) else tuple(ops)
     for name in asked:
         require(name in PIECES, f"ops must be some of {', '.join(PIECES)}, got {name!r}")
     return asked

@@ -15,7 +15,7 @@ BACKENDS = "tilery_backends"  # the attribute of an attention module that says w
 # What models hand on to every layer and no score depends on.
 _UNRELATED = {
     "cache_position", "deterministic", "labels", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
-    "output_router_logits", "position_ids", "return_dict", "use_cache",
+    "output_router_logits", "position_ids", "return_dict", "shift_labels", "use_cache",
 }  # fmt: skip
 _REASONS = {
     "output_attentions": "the weights are never all there",

@@ -19,6 +19,7 @@ from tilery.patch.attention import BACKENDS
 from tilery.patch.report import table
 from tilery.patch.swap import STATE
 
+WHOLE = "(model)"
 OUTSIDE = "(outside of a layer)"  # a backward, or a call by hand
 _ATTENTION = {"attention", "attention_decode"}
 _COMPUTES = {
@@ -152,7 +153,7 @@ class _Listener:
                 if STATE not in vars(module) and module._parameters:
                     why = reasons.get(type(module).__name__, "no piece of a patch replaces it")
                     why = "a hook watches it" if id(module) in watched else why
-                self._modules[id(module)] = name, module, why
+                self._modules[id(module)] = name or WHOLE, module, why
             self._models[id(model)] = model, record
 
     def _stack(self) -> list[tuple[str, Any]]:
@@ -211,6 +212,8 @@ def _idle(model: nn.Module, record: Record, ran: dict[str, set[str]]) -> Iterato
     for name, (module, pieces) in record.modules.items():
         parent = name.rpartition(".")[0]
         for piece in pieces:
+            if piece == "loss":  # a part of training alone
+                continue
             computes, where = _COMPUTES[piece], name
             if getattr(module, "self_attn", None) is not None:  # a layer, whose norm adds
                 computes, where = {"add_rms_norm"}, f"{name}.{vars(module)[STATE].layer.joining}"

@@ -29,6 +29,7 @@ class State:
     heads: Heads = field(default_factory=Heads)
     sizes: tuple[int, ...] = ()  # columns of q, k and v in their product
     rotates: bool = False
+    output: Any = None  # the class of a model's output
 
 
 def run(module: nn.Module, op: str, *args: Any) -> Any:

@@ -108,6 +108,31 @@ FORWARDS.add(
     "test_audit.py::test_the_kernel_that_was_asked_for",
 )
 
+FORWARDS.add(
+    "mean-over-ignored-tokens",
+    "losses.sum() / (targets != ignore_index).sum()",
+    "losses.mean()",
+    "test_loss.py::test_loss_and_gradients_stay[llama]",
+)
+FORWARDS.add(
+    "labels-not-shifted",
+    "F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()",
+    "labels",
+    "test_loss.py::test_loss_and_gradients_stay[llama]",
+)
+FORWARDS.add(
+    "no-logits-in-evaluation",
+    "if labels is None or not torch.is_grad_enabled() or not whole",
+    "if labels is None or not whole",
+    "test_loss.py::test_logits_stay_where_they_are_asked_for",
+)
+FORWARDS.add(
+    "soft-cap-of-logits-dropped",
+    'if getattr(model.config, "final_logit_softcapping", None):',
+    "if False:",
+    "test_loss.py::test_what_stays_in_torch",
+)
+
 UNDO.add(
     "weights-stay-views",
     "            module.tilery_patch.joined.split(module)\n",
