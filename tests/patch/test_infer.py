@@ -109,12 +109,19 @@ def test_a_patch_that_computes_something_else_shows(config, monkeypatch):
     assert infer.infer(request).comparison.logits_error > 1e-3
 
 
+def test_an_architecture_that_transformers_does_not_know(config):
+    config.write_text('{"model_type": "no_such_model"}')
+    with pytest.raises(BadInput, match=r"transformers 5\..* cannot read .*no_such_model"):
+        infer.infer(Request(str(config), True, device="cpu"))
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--prompt", "w1", "--mock-input-len", "4"), "exclude each other"),
         (("--prompt-file", "nowhere.txt"), "--prompt-file must be a file of text, got 'nowhere.txt'"),
         (("--dtype", "int8"), "the dtype must be one of bf16, fp16, fp32, got 'int8'"),
+        (("--device", "meta", "--random-weights"), "the device must be here, got 'meta'"),
         ((), "must be a folder with \\*.safetensors, got .*; --random-weights makes"),
         (("--prompt", "w1", "--random-weights"), "holds no tokenizer_config.json; --mock-input-len takes random"),
     ],

@@ -92,7 +92,7 @@ class Inference:
 def infer(request: Request, say: Say = lambda text: None, step: Callable[[], None] = lambda: None) -> Inference:
     """`say` is told what is under way, `step` that a generation is done: (warm-up + runs) for each arm."""
     require(request.new_tokens > 0 and request.runs > 0, "there must be a new token and a run at least")
-    device = torch.device(request.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(request.device)
     dtype = _dtype(request.dtype, device)
     say(f"loading {request.model}")
     name, model = _model(request, device, dtype)
@@ -135,6 +135,13 @@ def _look(model: PreTrainedModel, inputs: Any, request: Request, found: Inferenc
 # What is run
 
 
+def _device(name: str | None) -> torch.device:
+    here = torch.cuda.is_available()
+    device = torch.device(name or ("cuda" if here else "cpu"))
+    require(device.type == "cpu" or (device.type == "cuda" and here), f"the device must be here, got {name!r}")
+    return device
+
+
 def _dtype(name: str | None, device: torch.device) -> torch.dtype:
     known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     name = name or ("bf16" if device.type == "cuda" else "fp32")
@@ -146,7 +153,8 @@ def _model(request: Request, device: torch.device, dtype: torch.dtype) -> tuple[
     name, document = models.document(request.model)
     if request.random_weights:
         require("model_type" in document, f"the config of {request.model} must say its model_type")
-        config = transformers.AutoConfig.for_model(**document)
+        with _readable(request.model):
+            config = transformers.AutoConfig.for_model(**document)
         torch.manual_seed(0)
         with torch.device(device):
             return name, AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -156,8 +164,18 @@ def _model(request: Request, device: torch.device, dtype: torch.dtype) -> tuple[
             f"the model must be a folder with *.safetensors, got {request.model!r}; "
             "--random-weights makes weights for its config"
         )
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    with _readable(request.model):
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return name, loaded.to(device).eval()  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _readable(model: str) -> Iterator[None]:
+    """What transformers says of a folder that it cannot read, as a sentence."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"transformers {transformers.__version__} cannot read {model}: {error}") from None
 
 
 def _tokenizer(request: Request) -> Any:
