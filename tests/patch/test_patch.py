@@ -290,6 +290,31 @@ def test_hooks_stay_and_see_every_call(made):
             handle.remove()
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "phi3"])
+def test_what_a_hook_keeps_is_not_overwritten(made, name):
+    """Queries and keys are rotated in place only where nobody has seen them."""
+    model, kept = made(name), {}
+    attention = model.model.layers[1].self_attn
+    watched = [getattr(attention, n, None) for n in ("q_proj", "k_proj", "qkv_proj", "q_norm", "k_norm")]
+    for ops in (None, ("rope", "norms"), ("rope", "qkv")):
+        handles = [
+            m.register_forward_hook(lambda m, args, out: kept.update({m: out})) for m in watched if m is not None
+        ]
+        with torch.no_grad():
+            model(PROMPT)
+            theirs = {module: x.clone() for module, x in kept.items()}
+            kept.clear()
+            tilery.patch(model, ops=ops)
+            model(PROMPT)
+        assert len(kept) == len(theirs) == len(handles)
+        for module, wanted in theirs.items():
+            same(kept[module], wanted)
+        kept.clear()
+        tilery.unpatch(model)
+        for handle in handles:
+            handle.remove()
+
+
 def add_hook(module, seen):
     """As accelerate does."""
     module._old_forward = module.forward

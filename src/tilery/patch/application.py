@@ -15,7 +15,7 @@ from tilery.base.errors import BadInput, ToolMissing, require
 from tilery.base.spec import dtype_name
 from tilery.ops.attention.checks import HEAD_DIMS
 from tilery.patch import forwards, joined, loss, register_attention, swap, verify
-from tilery.patch.architectures import Architecture
+from tilery.patch.architectures import Architecture, Heads
 from tilery.patch.attention import BACKENDS
 from tilery.patch.forwards import State
 from tilery.patch.joined import Joined
@@ -169,11 +169,17 @@ class Application:
         )  # fmt: skip
         if asked:
             ops = {piece: OPS[piece] for piece in asked}
-            if "rope" in asked and heads.norms == "head" and "norms" in self.pieces:
-                ops["rope"] = ("qk_norm_rope_", "rope")
+            if "rope" in asked:
+                ops["rope"] = self._rotation(heads, "qkv" in asked)
             self._replace(name, module, forwards.attention, state, ops)
             if state.joined is not None:
                 state.joined.parts(module)
+
+    def _rotation(self, heads: Heads, joined: bool) -> tuple[str, ...]:
+        """In place where q and k are views of a product that nobody else has seen; rope also in training."""
+        if not joined or heads.norms == "row" or (heads.norms and "norms" not in self.pieces):
+            return ("rope",)
+        return ("qk_norm_rope_" if heads.norms else "rope_", "rope")
 
     def _layer(self, name: str, module: Any) -> None:
         how = self.known.layer

@@ -35,7 +35,8 @@ def _norms(known: Architecture) -> str:
 def _rotation(heads: Heads | None) -> str:
     if heads is None:
         return ""
-    return "`qk_norm_rope_`; `rope`" if heads.norms == "head" else "`rope_`; `rope`"
+    in_place = {"head": "`qk_norm_rope_`; ", "row": "", "": "`rope_`; "}
+    return in_place[heads.norms] + "`rope`"
 
 
 def _attention(heads: Heads | None) -> str:

@@ -104,8 +104,8 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     assert position_embeddings is not None, "the models that are patched make them"
     state = self.tilery_patch
-    q, k, v = _projected(self, hidden_states)
-    q, k = _rotated(self, q, k, *position_embeddings)
+    (q, k, v), own = _projected(self, hidden_states)
+    q, k = _rotated(self, q, k, *position_embeddings, own)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, self.layer_idx)
@@ -121,8 +121,8 @@ def _attribute(self: Any, path: str) -> Any:
     return reduce(lambda of, name: getattr(of, name, None), path.split("."), self)
 
 
-def _projected(self: Any, hidden_states: Tensor) -> list[Tensor]:
-    """q, k and v [B, S, heads, D], with what comes before norms of each head done."""
+def _projected(self: Any, hidden_states: Tensor) -> tuple[list[Tensor], bool]:
+    """q, k and v [B, S, heads, D], and whether nobody else has seen q and k: a hook may keep what a module gave."""
     state = self.tilery_patch
     made = state.joined and state.joined.parts(self)
     if made is not None:
@@ -136,15 +136,16 @@ def _projected(self: Any, hidden_states: Tensor) -> list[Tensor]:
     bound = self.config.clip_qkv if state.heads.clips else None
     if bound is not None:
         found = [x.clamp(-bound, bound) for x in found]
-    return [x.unflatten(-1, (-1, self.head_dim)) for x in found]
+    return [x.unflatten(-1, (-1, self.head_dim)) for x in found], made is not None and state.heads.norms != "row"
 
 
-def _rotated(self: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k [B, S, heads, D], their heads' norms taken and rotated: in place where no gradient is needed."""
+def _rotated(self: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, own: bool) -> tuple[Tensor, Tensor]:
+    """q and k [B, S, heads, D], their heads' norms taken and rotated: in place if they are `own`, without gradients."""
     state = self.tilery_patch
     norms: tuple[Any, ...] = (self.q_norm, self.k_norm) if state.heads.norms == "head" else ()
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, *(norm.weight for norm in norms)))
-    fused = norms and state.rotates and not trained and all(hasattr(n, STATE) and not hooked(n) for n in norms)
+    in_place = own and not trained and state.rotates and all(hasattr(n, STATE) and not hooked(n) for n in norms)
+    fused = norms and in_place
     if norms and not fused:
         q, k = (of(x) for of, x in zip(norms, (q, k)))
     if not state.rotates:
@@ -158,10 +159,10 @@ def _rotated(self: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple
     if fused:
         how = getattr(norms[0], STATE)
         run(self, "qk_norm_rope_", q, k, norms[0].weight, norms[1].weight, *angles, None, how.eps, how.offset)
-    elif trained:
-        q, k = run(self, "rope", q, k, *angles)
-    else:
+    elif in_place:
         run(self, "rope_", q, k, *angles)
+    else:
+        q, k = run(self, "rope", q, k, *angles)
     return q.view(*shape, *q.shape[2:]), k.view(*shape, *k.shape[2:])
 
 

@@ -66,6 +66,12 @@ FORWARDS.add(
     "test_patch.py::test_a_training_step[llama-plain]",
 )
 FORWARDS.add(
+    "what-a-hook-keeps-overwritten",
+    "in_place = own and not trained",
+    "in_place = not trained",
+    "test_patch.py::test_what_a_hook_keeps_is_not_overwritten",
+)
+FORWARDS.add(
     "head-norms-fused-past-a-hook",
     "all(hasattr(n, STATE) and not hooked(n) for n in norms)",
     "all(hasattr(n, STATE) for n in norms)",
