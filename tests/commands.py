@@ -29,6 +29,7 @@ FILLED = {
     "N": "7", "OP": "matmul", "<op>": "matmul", "B": "triton", "<language>": "triton", "SET": "llama-8b", "RUN": "last",
     "RUNG": "naive", "A": "last", "FILE": "file.json", "FILE.svg": "file.svg", "FILE.html": "file.html",
     "FILE.csv": "file.csv", "FOLDER": "folder",
+    "TEXT": "word", "PROMPT.txt": "README.md",
 }  # fmt: skip
 # The value of an option that a document leaves out as `…`.
 LEFT_OUT = {"--case": "m=64,n=4096,k=8192,dtype=bf16", "--N": "4096", "--K": "8192", "--csv": "file.csv"}
@@ -38,8 +39,9 @@ WORK = (
     "tilery.workbench.run.run", "tilery.ladder.run.run", "tilery.measure.check.rows", "tilery.tuning.request.pool_for",
     "tilery.workbench.sanitize.rows", "tilery.pages.summary.collect", "tilery.pages.compare.compare",
     "tilery.measure.compile.Compiler.compile", "tilery.measure.inspect.source", "tilery.models.plan.plans",
+    "tilery.patch.infer.infer",
 )  # fmt: skip
-RUN_UP_TO_ITS_WORK = ("bench", "ladder", "check", "tune", "sanitize", "report", "plot", "show", "plan")
+RUN_UP_TO_ITS_WORK = ("bench", "ladder", "check", "tune", "sanitize", "report", "plot", "show", "plan", "infer")
 
 
 class Command(NamedTuple):

@@ -64,3 +64,16 @@ def test_the_small_transformer_trains_as_torchs_does(tmp_path):
     first, last = rows[0], rows[-1]
     assert [row["step"] for row in rows] == ["1", "2", "3"] and float(last["Tilery"]) < float(first["Tilery"]) - 0.5
     assert "<svg" in (tmp_path / "train_small.svg").read_text()
+
+
+def test_a_patched_model_trains_as_it_does_in_torch(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("transformers")
+    command = [sys.executable, str(ROOT / "examples" / "finetune.py"), "--steps", "3", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "right" in done.stdout, done.stdout + done.stderr
+    with open(tmp_path / "finetune.csv", newline="") as file:
+        first, _, last = csv.DictReader(file)
+    assert float(last["Tilery"]) < float(first["Tilery"]) - 0.5
+    assert float(first["Tilery MiB"]) < float(first["torch MiB"])
+    assert "<svg" in (tmp_path / "finetune.svg").read_text()

@@ -7,17 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from transformers import AutoModel, AutoModelForCausalLM, masking_utils
+from tiny import PADDING, PROMPT, make
+from transformers import AutoModel, masking_utils
 
 import tilery
 from tilery.base.errors import BadInput, NoBackward
 from tilery.patch.attention import forward
 from tilery.patch.attention_masks import Mask, make_mask
 
-SMALL = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None,
-}  # fmt: skip
 # What each adds to plain causal attention; windows are shorter than prompts.
 MODELS = {
     "llama": {},
@@ -27,27 +24,11 @@ MODELS = {
     "gemma3_text": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss": {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},  # sinks
 }
-PROMPT = torch.randint(1, 64, (2, 20), generator=torch.Generator().manual_seed(1))  # more than a step of decoding takes
-PADDING = {
-    "none": None,
-    "left": torch.tensor([[0] * 7 + [1] * 13, [1] * 20]),
-    "right": torch.tensor([[1] * 20, [1] * 11 + [0] * 9]),
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered():
     tilery.register_attention()
-
-
-@torch.no_grad()
-def make(of, name, **more):
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name, **(SMALL | more))
-    model = of.from_config(config, attn_implementation="tilery").eval()
-    for weight in model.parameters():  # as drawn, they are so small that no query prefers a key
-        weight.mul_(8) if weight.ndim > 1 else weight.normal_(1.0, 0.5)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +37,7 @@ def made():
     kept = {}
 
     def get(name):
-        kept[name] = kept.get(name) or make(AutoModelForCausalLM, name, **MODELS[name])
+        kept[name] = kept.get(name) or make(name, attention="tilery", **MODELS[name])
         kept[name].set_attn_implementation("tilery")
         return kept[name].eval()
 
@@ -146,7 +127,7 @@ def test_packed_sequences_by_their_position_ids(made):
 def test_attention_that_is_not_causal(name):
     """modernbert: windows on both sides."""
     more = {"local_attention": 6, "global_attn_every_n_layers": 2} if name == "modernbert" else {}
-    model = make(AutoModel, name, **more)
+    model = make(name, AutoModel, "tilery", **more)
     for mask in (PADDING["left"], None):
         ours, theirs = both(model, model, PROMPT, attention_mask=mask)
         same(ours.last_hidden_state, theirs.last_hidden_state, mask)
@@ -262,7 +243,7 @@ def test_models_refuse_too(made):
     model = made("llama")
     with pytest.raises(BadInput, match="does not take output_attentions"):
         model(PROMPT, output_attentions=True)
-    dropping = make(AutoModelForCausalLM, "llama", attention_dropout=0.1)
+    dropping = make("llama", attention="tilery", attention_dropout=0.1)
     dropping(PROMPT)
     with pytest.raises(BadInput, match=r"has no dropout, got 0\.1; set attention_dropout=0"):
         dropping.train()(PROMPT)

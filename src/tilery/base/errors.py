@@ -18,7 +18,7 @@ class NoBackward(TileryError, RuntimeError):
 
 
 class Wrong(TileryError, AssertionError):
-    """A kernel breaks its op's contract; the message says how, with the seed that shows it."""
+    """A kernel breaks its op's contract, or a patched model its promise; the message says how."""
 
     def __init__(self, message: str, error: float | None = None, allowed: float | None = None) -> None:
         super().__init__(message)

@@ -11,6 +11,7 @@ from tilery.cli import (
     compare,
     configs,
     doctor,
+    infer,
     ladder,
     ops,
     plan,
@@ -38,6 +39,7 @@ app.command("sanitize")(sanitize.sanitize)
 app.command("bench")(bench.bench)
 app.command("tune")(tune.tune)
 app.command("ladder")(ladder.ladder)
+app.command("infer")(infer.infer)
 app.command("compare")(compare.compare)
 app.add_typer(runs.runs, name="runs")
 app.command("report")(report.report)

@@ -17,9 +17,17 @@ _CAN = {"pass": "runs here", "compiled": "compiles here", "refused": "refuses"}
 def ops(
     ops: common.Ops = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="What each op means, as docs/ops.md has it.")] = False,
+    models: Annotated[
+        bool, typer.Option("--models", help="What tilery.patch replaces in which model, as docs/models.md has it.")
+    ] = False,
     json: common.Json = False,
 ) -> None:
     """List ops and kernels: which run here, compile here or refuse, and why."""
+    if models:
+        from tilery.patch import document
+
+        print(document.markdown(), end="")
+        return
     if markdown:
         print(_document(common.chosen_ops(ops)), end="")
         return

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from math import prod
@@ -58,7 +58,7 @@ class Plan:
         self.used = _tick()
         if self._index is not None and self._index != _current_device():
             with torch.cuda.device(self._index):
-                return self(args, out)
+                return _plain_call(self, args, out)
         outs = tuple([new() for new in self._new_outs]) if out is None else self._destination(args, out)
         self._start(outs, args)
         return unpacked(outs)
@@ -139,6 +139,36 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
         return False
     (a0, a1), (b0, b1) = span(a), span(b)
     return a0 < b1 and b0 < a1
+
+
+# Watching calls
+
+Watch = Callable[[Plan, Callable[[], Any]], Any]  # given a plan and its call, which it makes; returns what that returns
+_watches: list[Watch] = []
+_watches_lock = threading.Lock()
+_plain_call = Plan.__call__
+
+
+def _watched_call(self: Plan, args: tuple[Any, ...], out: Any = None) -> Any:
+    call: Callable[[], Any] = partial(_plain_call, self, args, out)
+    for watch in tuple(_watches):
+        call = partial(watch, self, call)
+    return call()
+
+
+@contextlib.contextmanager
+def watched(watch: Watch) -> Iterator[None]:
+    """Inside, every call of every plan in this process goes through `watch`. Outside, that costs a call nothing."""
+    with _watches_lock:
+        _watches.append(watch)
+        Plan.__call__ = _watched_call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        with _watches_lock:
+            _watches.remove(watch)
+            if not _watches:
+                Plan.__call__ = _plain_call  # type: ignore[method-assign]
 
 
 class Plans:

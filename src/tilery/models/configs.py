@@ -71,6 +71,19 @@ def load(name_or_path: str, tp: int = 1, weights: str | None = None) -> Model:
     name, ending = name_or_path.lower(), f"-{FP8}"
     if name not in _by_alias() and name.removesuffix(ending) in _by_alias():
         name, weights = name.removesuffix(ending), weights or FP8
+    path = _find(name, name_or_path)
+    found = from_config(_read(path), _name(path), tp, str(path))
+    return found if weights is None else replace(found, weights=weights)
+
+
+def document(name_or_path: str) -> tuple[str, dict[str, Any]]:
+    """The name of a model and its config.json as it is; `load` says what it may be."""
+    path = _find(name_or_path.lower(), name_or_path)
+    found = _read(path)
+    return found.get("name") or _name(path), found
+
+
+def _find(name: str, name_or_path: str) -> Path:
     path = _by_alias().get(name) or Path(name_or_path)
     if path.is_dir():
         path = path / "config.json"
@@ -78,8 +91,7 @@ def load(name_or_path: str, tp: int = 1, weights: str | None = None) -> Model:
             raise BadInput(f"a model's folder must hold a config.json, got {name_or_path!r} without one")
     if not path.is_file():
         raise BadInput(f"a model must be one of {', '.join(known())}, or a config.json, got {name_or_path!r}")
-    found = from_config(_read(path), _name(path), tp, str(path))
-    return found if weights is None else replace(found, weights=weights)
+    return path
 
 
 def _name(path: Path) -> str:

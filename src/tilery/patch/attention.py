@@ -11,10 +11,11 @@ from tilery.ops.attention.attention_decode import attention_decode
 from tilery.ops.attention.paged import MAX_QUERIES
 from tilery.patch.attention_masks import Mask
 
+BACKENDS = "tilery_backends"  # the attribute of an attention module that says which kernels a patch asked for
 # What models hand on to every layer and no score depends on.
 _UNRELATED = {
     "cache_position", "deterministic", "labels", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
-    "output_router_logits", "position_ids", "return_dict", "use_cache",
+    "output_router_logits", "position_ids", "return_dict", "shift_labels", "use_cache",
 }  # fmt: skip
 _REASONS = {
     "output_attentions": "the weights are never all there",
@@ -47,11 +48,17 @@ def forward(
         said["bias"] = position_bias if "bias" not in said else position_bias + said["bias"]
     sinks = None if s_aux is None else s_aux.float().flatten()
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    backends = getattr(module, BACKENDS, {})
     scoring: dict[str, Any] = {"sinks": sinks, "scale": scaling, "softcap": softcap or 0.0}
     if _few(q, k, v, said):
         lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
+        scoring |= _chosen(backends, "attention_decode")
         return attention_decode(q, k, v, lengths, window=said["window"], **scoring), None
-    return attention(q, k, v, **said, **scoring), None
+    return attention(q, k, v, **said, **scoring, **_chosen(backends, "attention")), None
+
+
+def _chosen(backends: Any, op: str) -> dict[str, str]:
+    return {"backend": backends[op]} if op in backends else {}
 
 
 def _few(q: Tensor, k: Tensor, v: Tensor, said: dict[str, Any]) -> bool:

@@ -8,6 +8,7 @@ from mutations.catalogue import (
     dispatch,
     hopper,
     numba_kernels,
+    patch,
     product_gradients,
     store,
     timing,
@@ -32,5 +33,6 @@ LAYERS = (
     *store.LAYERS,
     *tuning.LAYERS,
     *tools.LAYERS,
+    *patch.LAYERS,
 )
 MUTATIONS = [mutation for layer in LAYERS for mutation in layer.mutations]
