@@ -181,7 +181,7 @@ class Sample(NumbaRows):
 
 
 @jit
-def _pick(x, n, k, found, places, dtype):
+def pick(x, n, k, found, places, dtype):
     """The k largest of a row in order, the lower index first of equals."""
     count = 0
     for j in range(n):
@@ -201,7 +201,7 @@ def _topk_rows(x, weights, indices, x_stride, first, last, n, k, renormalize, dt
     found, places = np.empty(k, np.int32), np.empty(k, np.int64)
     for row in range(first, last):
         x_row = at(x, row * x_stride, dtype)
-        _pick(x_row, n, k, found, places, dtype)
+        pick(x_row, n, k, found, places, dtype)
         top, total, _ = row_sums(x_row, n, False, dtype)
         if renormalize:
             total = f32(0)
