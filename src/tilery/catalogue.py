@@ -39,6 +39,7 @@ OPS = {
     "matmul_add": "matmul.matmul_add",
     "mla": "attention.mla",
     "mla_decode": "attention.mla_decode",
+    "moe_align": "moe.moe_align",
     "moe_route": "moe.moe_route",
     "qk_norm_rope_": "rope.qk_norm_rope",
     "quantize_fp8": "quantize.quantize_fp8",

@@ -15,6 +15,7 @@ from tilery.core.op import Op
 ATTENTION = ("attention", "attention_lse", "attention_backward", "mla")  # of whole sequences, packed or not
 CACHED = ("attention_decode", "attention_chunked", "mla_decode")
 ROTARY = ("rope", "rope_", "rope_backward", "qk_norm_rope_", "rope_cache_write_")
+EXPERTS = ("moe_align", "fused_moe")
 # Parameters that are one of a few sizes: those of the op's own cases.
 FIXED = {(op, "n") for op in (*ATTENTION, *CACHED, *ROTARY)} | {("fp8_matmul", "k"), ("fp8_matmul_rowwise", "k")}
 _NEEDED = {  # sizes that may not be 0
@@ -28,7 +29,7 @@ _HELD = ("cross_entropy_backward", "fused_linear_cross_entropy_backward", "atten
 _NO_BACKWARD = ("bias", "slopes", "sinks", "padding", "softcap", "window", "strength")
 _GRADIENTS = ("dloss", "dlse", "dout")
 _INDEX_NAMES = (
-    "targets", "ids", "positions", "slots", "offsets", "cu_seqlens_q", "cu_seqlens_k", "lengths", "block_table",
+    "targets", "ids", "expert_map", "positions", "slots", "offsets", "cu_seqlens_q", "cu_seqlens_k", "lengths", "block_table",
 )  # fmt: skip
 # Only to numbers that lead outside: two tokens in one slot race, and what is behind the last key may be NaN.
 _CACHE_INDICES = ("slots", "block_table", "lengths")
@@ -64,6 +65,9 @@ def mended(op: Op, params: dict[str, Any], r: random.Random) -> dict[str, Any]:
         p["k"] = min(max(p["k"], 1), p["n"])
     elif op.name == "moe_route":
         _route(p)
+    elif op.name in EXPERTS:
+        p["experts"] = max(p["experts"], 1)
+        p["topk"] = min(p["topk"], p["experts"] + p.get("away", 0))
     elif op.name in ("embedding", "embedding_backward"):
         p["outside"] = bool(p.get("outside")) and p["m"] > 0
     return p
@@ -189,6 +193,8 @@ def plants(op: Op, params: dict[str, Any], r: random.Random) -> list[list[Any]]:
     if op.name in ATTENTION and params.get("special", "none") != "none":
         return []
     names = [name for name in op.names[: op.signature._tensors] if name not in _INDEX_NAMES]
+    if op.name == "moe_align":  # it has integers alone
+        return []
     if op.name in _HELD:
         names = [name for name in names if name in _GRADIENTS]
     if op.name in ("add_rms_norm", "add_rms_norm_fp8") and params["dtype"] != "fp32":

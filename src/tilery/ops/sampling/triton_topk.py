@@ -1,4 +1,4 @@
-"""The largest values of a row, one after the other, in Triton: a row is in registers as integers that order as it does."""
+"""The largest values of rows, one after the other, in Triton: a row waits as integers that order as its values do."""
 
 import triton
 import triton.language as tl
