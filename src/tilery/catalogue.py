@@ -23,6 +23,7 @@ OPS = {
     "fp8_matmul_rowwise": "fp8_matmul.fp8_matmul_rowwise",
     "fused_linear_cross_entropy": "losses.fused_linear_cross_entropy",
     "fused_linear_cross_entropy_backward": "losses.fused_linear_cross_entropy",
+    "fused_moe": "moe.fused_moe",
     "gelu_mul": "gated.gelu_mul",
     "gelu_mul_backward": "gated.gelu_mul",
     "gelu_mul_packed_backward": "gated.gelu_mul",

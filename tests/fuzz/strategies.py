@@ -31,6 +31,8 @@ _SCALARS: dict[str, tuple[Any, ...]] = {
     "alpha": (0.0, 1.0, -1.0, 0.5, 3.0),
     "beta": (0.0, 1.0, -1.0, 0.5, 3.0),
     "scaling": (0.0, 1.0, 2.5, 16.0, -0.3),
+    "limit": (0.0, 0.3, 1.0, 7.0),
+    "up_offset": (0.0, 1.0, -0.3),
     "softcap": (0.0, 0.5, 5.0, 30.0),
     "window": (0, 1, 2, 7, 33, 10**6, 2**63 - 1),
     "max_seqlen_q": (1, 2, 30, 70, 300),  # sequences that are longer are NaN

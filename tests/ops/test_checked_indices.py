@@ -84,6 +84,12 @@ WRONG = {
         lambda: tilery.grouped_matmul_backward(torch.ones(5, 3), torch.ones(5, 4), int32(-1, 5)),
         r"grouped_matmul_backward: offsets\[0\] must be from 0 to 5, got -1",
     ),
+    "fused_moe": (
+        lambda: tilery.fused_moe(
+            X[:2], torch.ones(2, 6, 4), torch.ones(2, 4, 3), torch.ones(2, 1), int32(0, 2).view(2, 1)
+        ),
+        r"fused_moe: ids\[1, 0\] must be from -1 to 1, got 2",
+    ),
     "moe_align": (
         lambda: tilery.moe_align(int32(0, -1, 2).view(3, 1), None, 2),
         r"moe_align: ids\[2, 0\] must be from -1 to 1, got 2",

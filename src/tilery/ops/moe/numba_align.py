@@ -11,6 +11,7 @@ from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.languages.numba_elements import integer, store_integer
 from tilery.languages.numba_glue import jit, kernel
+from tilery.ops.moe.call import ALIGNED
 
 
 @jit
@@ -62,10 +63,9 @@ class Config:
 
 def align_launch(ids: TensorSpec, expert_map: TensorSpec | None, made: dict[str, Any], block: int) -> Launch:
     """The launch that fills `made`, tensors by the names of moe_align's outputs."""
-    names = ("order", "inverse", "offsets", "counts", "block_experts")
     args = {
         "ids": ids, "expert_map": ids if expert_map is None else expert_map,
-        "made": tuple(made[name] for name in names), "count": ids.shape[0] * ids.shape[1],
+        "made": tuple(made[name] for name in ALIGNED), "count": ids.shape[0] * ids.shape[1],
         "experts": made["counts"].shape[0], "known": -1 if expert_map is None else expert_map.shape[0],
         "block": block, "blocks": made["block_experts"].shape[0],
     }  # fmt: skip
@@ -80,7 +80,7 @@ class MoeAlign(Kernel):
         return Config()
 
     def launches(self, call: Call, config: Config) -> list[Launch]:
-        made = {name: getattr(call, name) for name in ("order", "inverse", "offsets", "counts", "block_experts")}
+        made = {name: getattr(call, name) for name in ALIGNED}
         return [align_launch(call.ids, call.expert_map, made, call.block)]
 
 

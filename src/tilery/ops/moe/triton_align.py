@@ -12,6 +12,7 @@ from tilery.core.call import Call
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
 from tilery.languages.triton_glue import pdl_wait
+from tilery.ops.moe.call import ALIGNED
 
 
 @triton.jit
@@ -107,8 +108,7 @@ class MoeAlign(Kernel):
         return [Config(block, warps) for block in (128, 512, 1024, 2048, 4096) for warps in (4, 8)]
 
     def launches(self, call: Call, config: Config) -> list[Launch]:
-        names = ("order", "inverse", "offsets", "counts", "block_experts")
-        made = {name: getattr(call, name) for name in names}
+        made = {name: getattr(call, name) for name in ALIGNED}
         return [align_launch(call.ids, call.expert_map, made, call.block, config)]
 
 
