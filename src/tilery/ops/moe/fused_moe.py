@@ -60,8 +60,9 @@ def _check_runtime(limit: float, alpha: float, up_offset: float) -> None:
     """Written so that NaN is refused."""
     if not 0 <= limit < math.inf:
         raise BadInput(f"limit must be 0, which is none, or more and finite, got {limit}")
-    if not (math.isfinite(alpha) and math.isfinite(up_offset)):
-        raise BadInput(f"alpha and up_offset must be finite, got {alpha} and {up_offset}")
+    for name, value in (("alpha", alpha), ("up_offset", up_offset)):
+        if not math.isfinite(value):
+            raise BadInput(f"{name} must be finite, got {value}")
 
 
 def _outputs(call: FusedMoeCall) -> dict[str, TensorSpec]:

@@ -13,7 +13,7 @@ from tilery.languages.numba_elements import FP32, STORAGE, ZERO, at, exp, f32, l
 from tilery.languages.numba_glue import jit, kernel
 from tilery.ops.moe.call import SCORINGS
 from tilery.ops.rows.numba_rows import Config, NumbaRows
-from tilery.ops.sampling.numba_kernels import pick
+from tilery.ops.sampling.numba_topk import pick
 from tilery.ops.softmax.numba_kernels import row_sums
 
 _SOFTMAX, _SIGMOID, _SOFTMAX_TOPK = range(3)  # places in SCORINGS
