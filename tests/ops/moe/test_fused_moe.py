@@ -40,6 +40,7 @@ def run(kernel, config, args):
         {"m": 23, "outside": True, "biases": True},
         {"m": 9, "layout_b": "transposed"},
         {"m": 5, "layout_b": "far", "experts": 2, "dtype": "fp16"},
+        {"m": 5, "layout_b": "far", "experts": 1, "topk": 1, "dtype": "fp16"},  # far within an expert
         {"m": 5, "layout": "far", "dtype": "fp16", "add": True},
         {"m": 7, "special": "nan", "limit": 1.0},
         {"m": 50, "experts": 1, "topk": 1},  # several blocks of one expert
@@ -82,12 +83,13 @@ def test_weights_of_experts_without_tokens_are_not_read(kernel, config):
 @RUNS
 def test_ids_and_maps_that_lie_count_nowhere(kernel, config):
     """In memory beside the map and the weights stands what would be seen."""
-    args = drawn(kernel, m=4)
+    args = drawn(kernel, m=4, experts=8)
+    args |= {name: args[name][:6] for name in ("w_gate_up", "w_down")}
     ids = [[-1, 10], [11, 2**31 - 1], [-(2**31), 9], [0, 12]]
     args["ids"] = torch.tensor(ids, dtype=torch.int32, device=home(kernel))
     memory = torch.ones(30, dtype=torch.int32, device=home(kernel))
     args["expert_map"] = memory[10:20]
-    args["expert_map"].copy_(torch.tensor([3, *[-1] * 7, 2**31 - 1, 6]))
+    args["expert_map"].copy_(torch.tensor([3, *[-1] * 7, 2**31 - 1, 7]))
     y = run(kernel, config, args)
     assert (y[:3] == 0).all() and (y[3] != 0).any()
     assert torch.allclose(
@@ -152,8 +154,10 @@ def test_it_costs_what_its_experts_weigh():
     cost = OP.cost(call)
     assert call.experts_hit == 8 and cost.flops == 8 * 6 * 768 * 2048
     assert cost.reads == 8 * 3 * 768 * 2048 * 2 + 2048 * 2 + 8 * 4 + 8 * 4 and cost.writes == 2048 * 2
+    many = call_for(OP, case(m=8, n=768, k=2048, experts=128, topk=8, dtype="bf16"))
+    assert many.experts_hit == 52 and many.rows_per_expert == 2  # 128 · (1 - (15/16)⁸) = 51.6
     away = call_for(OP, case(m=16, n=768, k=2048, experts=32, topk=8, away=224, dtype="bf16"))
-    assert away.expected == 16
+    assert away.expected == 16 and away.experts_hit == 13
 
 
 def test_models_with_experts_have_sizes():

@@ -8,7 +8,6 @@ import torch
 from tilery.base.rows import rows
 from tilery.base.spec import TensorSpec
 from tilery.core.call import Call
-from tilery.ops.matmul.call import groups_hit
 
 ALIGNED = ("order", "inverse", "offsets", "counts", "block_experts")  # outputs of moe_align
 SCORINGS = ("softmax", "sigmoid", "softmax_topk")
@@ -55,15 +54,20 @@ class FusedMoeCall(Call):
         return self.tokens * self.topk
 
     @property
+    def known(self) -> int:
+        """Experts here and elsewhere."""
+        return self.experts if self.expert_map is None else max(self.expert_map.shape[0], self.experts)
+
+    @property
     def expected(self) -> int:
-        """Approximate number of assignments whose expert is here, if all experts are chosen alike."""
-        known = self.experts if self.expert_map is None else max(self.expert_map.shape[0], self.experts)
-        return -(-self.assignments * self.experts // known)
+        """Approximate number of assignments whose expert is here, where all experts are as likely."""
+        return -(-self.assignments * self.experts // self.known)
 
     @property
     def experts_hit(self) -> int:
-        """Expected number of experts with a token."""
-        return min(max(groups_hit(self.expected, self.experts), 1), max(self.expected, 1))
+        """Expected number of experts with a token, at least 1; a token's experts are different ones."""
+        missed = (1 - min(self.topk / self.known, 1.0)) ** self.tokens
+        return max(round(self.experts * (1 - missed)), 1)
 
     @property
     def rows_per_expert(self) -> int:

@@ -48,15 +48,16 @@ def _bucket(call: Call) -> Bucket:
 
 def _inputs(
     m: int, topk: int, experts: int, block: int = 1, away: int = 0, spread: str = "random", outside: bool = False,
-    device: str = "cuda", seed: int = 0,
+    dtype: str = "int32", device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """`away`: experts of other ranks, beside those that are here."""
+    """`away`: experts of other ranks, beside those that are here. Ids have one dtype alone."""
+    require(dtype == "int32", f"dtype must be int32, got {dtype!r}")
     g = draw.generator(seed, device)
     ids = contract.draw_ids(m, topk, experts + away, spread, outside, g)
     return {"ids": ids, "expert_map": contract.draw_map(experts, away, g), "experts": experts, "block": block}
 
 
-def _aligned(ids: Tensor, expert_map: Tensor | None, experts: int, block: int) -> tuple[Tensor, ...]:
+def _aligned(ids: Tensor, expert_map: Tensor | None, experts: int, block: int) -> Any:
     """In torch, without waiting for the device."""
     local, where = contract.local_experts(ids, expert_map, experts).flatten(), ids.device
     assignments, blocks = len(local), most_blocks(len(local), experts, block)
@@ -122,4 +123,5 @@ def moe_align(
     here; block_experts has the expert of each block of slots, -1 past the last one. P, a multiple of block, is the most
     slots that there may be. All are int32.
     """
-    return _aligned(ids, expert_map, experts, block)
+    order, inverse, offsets, counts, block_experts = _aligned(ids, expert_map, experts, block)
+    return order, inverse, offsets, counts, block_experts

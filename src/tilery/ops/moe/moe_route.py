@@ -35,10 +35,7 @@ def _check(call: Call) -> None:
         call.scoring != "softmax_topk" or call.renormalize,
         "renormalize must be True with scoring 'softmax_topk', whose weights have the sum 1, got False",
     )
-    require(
-        groups == 1 or (groups > 1 and n % groups == 0 and n >= 2 * groups),
-        f"groups must be 1 or divide the {n} experts into groups of 2 or more, got {groups}",
-    )
+    _check_groups(n, groups)
     require(1 <= call.top_groups <= groups, f"top_groups must be 1 to groups = {groups}, got {call.top_groups}")
     most = n // groups * call.top_groups
     require(1 <= k <= most, f"k must be 1 to {most}, the experts that may be chosen, got {k}")
@@ -51,6 +48,13 @@ def _check(call: Call) -> None:
             bias.stride(0) == 1 or n == 1,
             f"bias must be contiguous, got stride {bias.stride(0)}; call .contiguous() on it",
         )
+
+
+def _check_groups(n: int, groups: int) -> None:
+    require(
+        groups == 1 or (groups > 1 and n % groups == 0 and n >= 2 * groups),
+        f"groups must be 1 or divide the {n} experts into groups of 2 or more, got {groups}",
+    )
 
 
 def _check_runtime(scaling: float) -> None:
@@ -136,6 +140,7 @@ def _inputs(
     scaling: float = 1.0, ties: bool = False, device: str = "cuda", seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """Values that experts are chosen by are equal or differ by more than rounding; `ties`: many are equal."""
+    _check_groups(n, groups)
     g = draw.generator(seed, device)
     logits = rows.draw(m, n, dtype, g, layout, special, batch)
     if ties:
