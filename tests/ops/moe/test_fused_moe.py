@@ -5,7 +5,7 @@ import torch
 
 import tilery
 from cases import home
-from tilery.base.errors import BadInput, NoBackward
+from tilery.base.errors import BadInput
 from tilery.base.spec import case
 from tilery.core.cases import call_for
 from tilery.core.op import REGISTRY
@@ -165,12 +165,6 @@ def test_models_with_experts_have_sizes():
 
     assert OP.model_sizes(models.load("qwen3-30b-a3b")) == [{"n": 768, "k": 2048, "experts": 128, "topk": 8}]
     assert OP.model_sizes(models.load("llama-8b")) == []
-
-
-def test_a_gradient_is_refused_by_name():
-    args = drawn("numba", m=3)
-    with pytest.raises(NoBackward, match="fused_moe"):
-        tilery.fused_moe(**(args | {"x": args["x"].requires_grad_()}))
 
 
 @pytest.mark.parametrize(

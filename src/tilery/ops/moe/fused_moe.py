@@ -15,6 +15,7 @@ from tilery.core.peers import baselines
 from tilery.ops.matmul import contract as products
 from tilery.ops.matmul.call import layout as layout_of
 from tilery.ops.moe import contract
+from tilery.ops.moe.backward import fused_moe_backward
 from tilery.ops.moe.call import FusedMoeCall
 from tilery.ops.rows import contract as rows
 
@@ -220,7 +221,7 @@ def _model_sizes(model: Any) -> list[dict[str, int]]:
     call_type=FusedMoeCall, runtime=("limit", "alpha", "up_offset"), check_runtime=_check_runtime,
     kernels={"numba": "numba_fused:fused_moe", "triton": "triton_fused:fused_moe"},
     baselines=baselines(torch=_torch, loop=_loop), model_sizes=_model_sizes,
-    indices=lambda call: contract.check_indices(call, call.w_down.shape[0]),
+    indices=lambda call: contract.check_indices(call, call.w_down.shape[0]), backward=fused_moe_backward,
     cases={
         "test": _cases(),
         "bench": [case(m=m, dtype="bf16", **sizes) for sizes in _MODELS for m in (1, 8, 64, 512, 4096)],
