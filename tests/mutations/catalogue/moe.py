@@ -2,7 +2,7 @@
 
 from mutations.mutation import Layer, case
 
-NUMBA, TRITON = LAYERS = Layer("moe numba"), Layer("moe triton")
+NUMBA, TRITON, GRADIENTS = LAYERS = Layer("moe numba"), Layer("moe triton"), Layer("moe gradients")
 ROUTE, ALIGN = "test_moe_route.py::test_{}[{}]", "test_moe_align.py::test_{}[{}]"
 OUTSIDE = "m=30,outside=True,n=24,k=40,experts=6,topk=2,dtype=fp32"
 OSS = "interleaved=True,biases=True,limit=7.0,alpha=1.702,up_offset=1.0"
@@ -168,4 +168,32 @@ TRITON.add(
     "return max(x if isinstance(x, int) else _extent(x) for x in given) >= 2**31 - 2**16",
     "return False",
     case("fused_moe", "triton", "m=5,layout_b=far,n=24,k=40,experts=1,topk=1,dtype=fp16"),
+)
+
+# Gradients
+
+GRADIENT = "test_fused_moe_gradients.py::test_gradients_are_right"
+GRADIENTS.add(
+    "rows-of-other-ranks-reach-a-token",
+    "return found.masked_fill(away, 0)",
+    "return found",
+    GRADIENT,
+)
+GRADIENTS.add(
+    "clamped-values-pass-a-gradient",
+    "dgate.masked_fill(gate > call.limit, 0), dup.masked_fill(up.abs() > call.limit, 0)",
+    "dgate, dup.masked_fill(up.abs() > call.limit, 0)",
+    GRADIENT,
+)
+GRADIENTS.add(
+    "slope-of-silu-without-alpha",
+    "share * (1 + call.alpha * kept_gate * (1 - share))",
+    "share * (1 + kept_gate * (1 - share))",
+    GRADIENT,
+)
+GRADIENTS.add(
+    "weights-gradient-without-the-bias",
+    "dots = dots + (dy.to(gate.dtype) * call.b_down[of.expert]).sum(1)",
+    "pass",
+    GRADIENT,
 )
