@@ -287,5 +287,7 @@ def test_interpreter_refuses_bf16(op, monkeypatch):
     language_needed("triton")
     monkeypatch.setattr(languages.load("triton"), "_INTERPRETED", True)
     args = op.complete((), op.inputs(**plain_case(op, "bf16", "triton").params, device="cpu"))
+    if not any(isinstance(a, torch.Tensor) and a.is_floating_point() for a in args):
+        pytest.skip("takes integers alone")
     with pytest.raises(tilery.base.errors.NoBackend, match="raw bits of bf16"):
         op(*args, backend="triton")

@@ -85,7 +85,9 @@ def test_torch_jit_trace_records_the_op():
 def test_forward_mode_is_refused_by_name(op, direct):
     """Without a word the tangent would be lost, and read as zero."""
     args = warm(op)
-    i = next(i for i, a in enumerate(args) if isinstance(a, Tensor) and a.dtype == torch.float32)
+    i = next((i for i, a in enumerate(args) if isinstance(a, Tensor) and a.dtype == torch.float32), None)
+    if i is None:
+        pytest.skip("takes integers alone")
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(args[i].clone(), torch.ones_like(args[i]))
         with pytest.raises(NoBackward, match=rf"no forward-mode derivative and {op.names[i]} carries a tangent"):

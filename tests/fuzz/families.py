@@ -15,11 +15,12 @@ from tilery.core.op import Op
 ATTENTION = ("attention", "attention_lse", "attention_backward", "mla")  # of whole sequences, packed or not
 CACHED = ("attention_decode", "attention_chunked", "mla_decode")
 ROTARY = ("rope", "rope_", "rope_backward", "qk_norm_rope_", "rope_cache_write_")
+EXPERTS = ("moe_align", "fused_moe")
 # Parameters that are one of a few sizes: those of the op's own cases.
 FIXED = {(op, "n") for op in (*ATTENTION, *CACHED, *ROTARY)} | {("fp8_matmul", "k"), ("fp8_matmul_rowwise", "k")}
 _NEEDED = {  # sizes that may not be 0
     "n": ("argmax", "sample", "cross_entropy", "cross_entropy_backward", "fused_linear_cross_entropy",
-          "fused_linear_cross_entropy_backward", "topk_softmax"),
+          "fused_linear_cross_entropy_backward", "topk_softmax", "moe_route"),
     "k": ("fused_linear_cross_entropy", "fused_linear_cross_entropy_backward"),
     "batch": (*ROTARY, "attention_backward", "mla"),
 }  # fmt: skip
@@ -28,7 +29,8 @@ _HELD = ("cross_entropy_backward", "fused_linear_cross_entropy_backward", "atten
 _NO_BACKWARD = ("bias", "slopes", "sinks", "padding", "softcap", "window", "strength")
 _GRADIENTS = ("dloss", "dlse", "dout")
 _INDEX_NAMES = (
-    "targets", "ids", "positions", "slots", "offsets", "cu_seqlens_q", "cu_seqlens_k", "lengths", "block_table",
+    "targets", "ids", "expert_map", "positions", "slots", "offsets", "cu_seqlens_q", "cu_seqlens_k", "lengths",
+    "block_table",
 )  # fmt: skip
 # Only to numbers that lead outside: two tokens in one slot race, and what is behind the last key may be NaN.
 _CACHE_INDICES = ("slots", "block_table", "lengths")
@@ -62,9 +64,24 @@ def mended(op: Op, params: dict[str, Any], r: random.Random) -> dict[str, Any]:
     elif op.name == "topk_softmax":
         p["n"] = min(p["n"], 1024)
         p["k"] = min(max(p["k"], 1), p["n"])
+    elif op.name == "moe_route":
+        _route(p)
+    elif op.name in EXPERTS:
+        p["experts"] = max(p["experts"], 1)
+        p["topk"] = min(p["topk"], p["experts"] + p.get("away", 0))
     elif op.name in ("embedding", "embedding_backward"):
         p["outside"] = bool(p.get("outside")) and p["m"] > 0
     return p
+
+
+def _route(p: dict[str, Any]) -> None:
+    groups = p.get("groups", 1)
+    size = max(p["n"] // groups, 2 if groups > 1 else 1)
+    p["n"] = min(size, 1024 // groups) * groups
+    p["top_groups"] = min(p.get("top_groups", 1), groups)
+    p["k"] = min(max(p["k"], 1), p["n"] // groups * p["top_groups"])
+    if p.get("scoring") == "softmax_topk":
+        p["renormalize"] = True
 
 
 def _attention(op: Op, p: dict[str, Any], r: random.Random) -> None:
@@ -177,11 +194,16 @@ def plants(op: Op, params: dict[str, Any], r: random.Random) -> list[list[Any]]:
     if op.name in ATTENTION and params.get("special", "none") != "none":
         return []
     names = [name for name in op.names[: op.signature._tensors] if name not in _INDEX_NAMES]
+    if op.name == "moe_align":  # it has integers alone
+        return []
     if op.name in _HELD:
         names = [name for name in names if name in _GRADIENTS]
     if op.name in ("add_rms_norm", "add_rms_norm_fp8") and params["dtype"] != "fp32":
         names = ["weight"]  # their sum is rounded first, and drawn so that it is exact
+    summed = op.name == "moe_route" and (params.get("bias") or params.get("groups", 1) > 1)
     drawn = [[r.choice(names), round(r.random(), 6), _planted(r)] for _ in range(r.randrange(1, 4)) if r.random() < 0.3]
+    # Sums that rounding makes equal come in another order than those of float64.
+    drawn = [plant for plant in drawn if not summed or plant[2].endswith(("nan", "inf"))]
     return [plant for plant in drawn if _answered(op, plant[0], plant[2])]
 
 
@@ -196,6 +218,10 @@ def _answered(op: Op, name: str, what: str) -> bool:
         return not what.endswith(("huge", "1e10", "inf"))
     if op.name == "fused_linear_cross_entropy_backward":
         return not what.endswith(("huge", "large", "1e10", "1e3"))  # gradients of logits are rounded, to fp16 at times
+    if op.name == "moe_route":
+        return not what.endswith(("by:30", "1e3", "1e10"))  # of sigmoids that are 0 in fp32 alone, divided by their sum
+    if op.name == "fused_moe":  # h is rounded, to fp16 at times
+        return not what.endswith(("huge", "large", "1e10", "1e3", "by:30", "inf"))
     if op.name.startswith("fp8_matmul") and "scale" in name:
         return not what.endswith(("inf", "huge"))  # of a sum that is 0 in one order and not in another: 0 · inf
     if op.name not in (*ATTENTION, *CACHED) or not what.endswith(("nan", "inf")):

@@ -38,6 +38,8 @@ def weights(step):
     p = step.case.params
     if step.name == "embedding":
         return p["n"] * p["v"]
+    if step.op == "fused_moe":
+        return 3 * p["n"] * p["k"] * p["experts"]
     op = step.op.removeprefix("fp8_").removesuffix("_fp8")
     if op in ("matmul", "bmm", "grouped_matmul"):
         return p["n"] * p["k"] * p.get("batch", 1) * p.get("experts", 1)
@@ -158,11 +160,11 @@ def test_deepseek_v3_has_dense_layers_shared_experts_and_a_latent_cache():
     found = by_name(steps(models.load("deepseek-v3", weights="bf16"), Pass(DECODE, 1, 100)))
     assert (found["gate_up"].count, found["gate_up"].case.params["n"]) == (3, 2 * 18432)
     assert (found["shared_gate_up"].count, found["shared_gate_up"].case.params["n"]) == (58, 2 * 2048)
-    # Rows, eight experts' matrices, and where each of all experts' rows end.
-    assert found["expert_down"].cost.reads == 2 * (8 * 2048 + 8 * 2048 * 7168) + 4 * 256
-    assert found["expert_gate_up"].cost.reads == 2 * (8 * 7168 + 8 * 7168 * 4096) + 4 * 256
-    assert found["expert_gather"].cost.writes == 2 * 8 * 7168
-    assert found["expert_silu_mul"].case.params["m"] == 8 and found["expert_sum"].case.params["shared"] is True
+    experts = found["experts"]
+    assert experts.case.params | {"n": 2048, "k": 7168, "experts": 256, "topk": 8, "add": True} == experts.case.params
+    # The token, what its shared experts made, eight experts' matrices, their weights and ids.
+    assert experts.cost.reads == 2 * (2 * 7168 + 8 * 3 * 2048 * 7168) + 8 * (4 + 4)
+    assert experts.cost.writes == 2 * 7168 and not {"expert_sort", "expert_down", "expert_sum"} & set(found)
     assert found["attention"].cost.reads == 2 * (128 * 576 + 100 * 576)
     assert found["attention"].cost.flops == 2 * 100 * 128 * (576 + 512)
     assert found["route"].op == "grouped_topk" and "kv_a" not in found and "qkv_a" in found
@@ -178,9 +180,10 @@ def test_deepseek_v2_lite_differs_in_queries_and_router():
 
 def test_mixtral_has_experts_in_every_layer_and_no_other_mlp():
     found = by_name(steps(models.load("mixtral"), Pass(DECODE, 4, 10)))
-    assert found["expert_gate_up"].count == 32 and not {"gate_up", "shared_gate_up"} & set(found)
-    assert found["expert_gate_up"].case.params["m"] == 8 and found["expert_gate_up"].case.params["n"] == 2 * 14336
-    assert found["route"].case.params["renormalize"] is True and found["expert_sum"].case.params["shared"] is False
+    experts = found["experts"]
+    assert experts.count == 32 and not {"gate_up", "shared_gate_up"} & set(found)
+    assert experts.case.params["m"] == 4 and experts.case.params["n"] == 14336 and experts.case.params["add"] is False
+    assert found["route"].case.params["renormalize"] is True
 
 
 def test_qwen_norms_its_heads_or_adds_a_bias():

@@ -84,6 +84,16 @@ WRONG = {
         lambda: tilery.grouped_matmul_backward(torch.ones(5, 3), torch.ones(5, 4), int32(-1, 5)),
         r"grouped_matmul_backward: offsets\[0\] must be from 0 to 5, got -1",
     ),
+    "fused_moe": (
+        lambda: tilery.fused_moe(
+            X[:2], torch.ones(2, 6, 4), torch.ones(2, 4, 3), torch.ones(2, 1), int32(0, 2).view(2, 1)
+        ),
+        r"fused_moe: ids\[1, 0\] must be from -1 to 1, got 2",
+    ),
+    "moe_align": (
+        lambda: tilery.moe_align(int32(0, -1, 2).view(3, 1), None, 2),
+        r"moe_align: ids\[2, 0\] must be from -1 to 1, got 2",
+    ),
 }
 
 
@@ -101,6 +111,16 @@ def test_falling_offsets_and_positions_of_the_cache_are_named_too():
             tilery.grouped_matmul(torch.ones(5, 4), torch.ones(3, 4, 3), int32(1, 4, 3))
         with pytest.raises(BadInput, match=r"positions\[1\] must be from 0 to 5, got 7"):
             write([0, 7, 2], [0, 1, 2])()
+
+
+def test_a_map_of_experts_is_looked_at_too():
+    ids = int32(0, 1, 2).view(3, 1)
+    with settings.override(check_indices=True):
+        tilery.moe_align(ids, int32(-1, 0, 1), 2)
+        with pytest.raises(BadInput, match=r"moe_align: expert_map\[1\] must be from -1 to 1, got 2"):
+            tilery.moe_align(ids, int32(-1, 2, 1), 2)
+        with pytest.raises(BadInput, match=r"moe_align: ids\[2, 0\] must be from -1 to 1, got 2"):
+            tilery.moe_align(ids, int32(-1, 1), 2)
 
 
 def test_every_op_that_reads_indices_is_here():

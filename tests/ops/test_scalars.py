@@ -34,7 +34,14 @@ LOSSES = {
 }
 SAMPLE = {"sample": lambda **how: tilery.sample(X, 5, **how)}
 DROPOUT = {"dropout": lambda p=0.5: tilery.dropout(X, p, 5)}
-CALLS = NORMS | LOSSES | SAMPLE | DROPOUT
+IDS = torch.zeros(3, 1, dtype=torch.int32)
+ROUTE = {"moe_route": lambda **how: tilery.moe_route(X, None, 2, **how)}
+EXPERTS = {
+    "fused_moe": lambda **how: tilery.fused_moe(
+        X, torch.ones(1, 4, 8), torch.ones(1, 8, 2), torch.ones(3, 1), IDS, **how
+    )
+}
+CALLS = NORMS | LOSSES | SAMPLE | DROPOUT | ROUTE | EXPERTS
 
 NAN, INF = math.nan, math.inf
 REFUSED = [  # whose, which, what, and how it is said
@@ -47,6 +54,10 @@ REFUSED = [  # whose, which, what, and how it is said
     (SAMPLE, "top_p", (-0.1, 1.1, NAN), "top_p must be from 0 to 1"),
     (SAMPLE, "min_p", (-0.1, 2.0, NAN), "min_p must be from 0, which keeps all, to 1"),
     (DROPOUT, "p", (-0.1, 1.1, NAN), "p must be 0 to 1"),
+    (ROUTE, "scaling", (NAN, INF), "scaling must be finite"),
+    (EXPERTS, "limit", (-1.0, NAN, INF), "limit must be 0, which is none, or more and finite"),
+    (EXPERTS, "alpha", (NAN, INF), "alpha must be finite"),
+    (EXPERTS, "up_offset", (NAN, -INF), "up_offset must be finite"),
 ]
 
 

@@ -17,6 +17,7 @@ X, HALF, W = torch.randn(4, 8), torch.randn(4, 8).half(), torch.randn(8)
         (lambda: tilery.softmax_backward(HALF, X), "must be fp16 as .* is, got fp32|must be fp32 as .* is, got fp16"),
         (lambda: tilery.layer_norm(X, W, W.half()), "bias must be fp32 as x is, got fp16"),
         (lambda: tilery.rms_norm_fp8(X, W.half()), "weight must be fp32 as x is, got fp16"),
+        (lambda: tilery.moe_route(X, W.half(), 2), r"bias must be fp32\[8\], .* got fp16\[8\]"),
     ],
 )
 def test_a_second_tensor_of_another_dtype_is_named(call, message):

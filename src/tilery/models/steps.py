@@ -235,28 +235,28 @@ def _experts(model: Model, m: int, count: int) -> Iterator[_Call]:
         yield _Call(
             "route", "topk_softmax", count, {"m": m, "n": experts, "k": topk, "renormalize": model.norm_topk_prob}
         )
+    if model.shared_size:
+        yield from _mlp(model, "shared_", model.shared_size, m, count)
+    if model.weights == BF16:
+        sizes = {"m": m, "n": size, "k": model.hidden_size, "experts": experts, "topk": topk}
+        yield _Call("experts", "fused_moe", count, sizes | {"add": bool(model.shared_size)})
+        return
     rows = m * topk
     gate_up, down = model.mlp(size)
     yield _Call("expert_sort", "expert_sort", count, {"m": rows, "experts": experts})
-    if model.weights == BF16:  # in fp8 the product finds the rows of its tokens by itself
-        yield _Call("expert_gather", "embedding", count, {"m": rows, "n": model.hidden_size, "v": m})
     yield _grouped(model, gate_up, rows, count, gathered=True)
     yield _feeds(model, "expert_silu_mul", "silu_mul", count, {"m": rows, "n": size, "packed": True})
     yield _grouped(model, down, rows, count, gathered=False)
-    if model.shared_size:
-        yield from _mlp(model, "shared_", model.shared_size, m, count)
     summed = {"m": m, "n": model.hidden_size, "topk": topk, "shared": bool(model.shared_size)}
     yield _Call("expert_sum", "expert_sum", count, summed)
 
 
 def _grouped(model: Model, linear: Linear, rows: int, count: int, gathered: bool) -> _Call:
-    name = f"expert_{linear.name}"
-    sizes = {"m": rows, "n": linear.n, "k": linear.k, "experts": model.n_routed_experts}
-    if model.weights == BF16:
-        return _Call(name, "grouped_matmul", count, sizes)
+    """A product of each expert's rows in fp8, which finds the rows of its tokens by itself if `gathered`."""
     _require_groups(model, linear)
+    sizes = {"m": rows, "n": linear.n, "k": linear.k, "experts": model.n_routed_experts}
     tokens = {"topk": model.num_experts_per_tok, "gathered": gathered, "dtype": "e4m3"}
-    return _Call(name, "fp8_grouped_matmul", count, {**sizes, **tokens})
+    return _Call(f"expert_{linear.name}", "fp8_grouped_matmul", count, {**sizes, **tokens})
 
 
 def _reduced(model: Model, forward: Pass, name: str) -> Iterator[_Call]:

@@ -99,7 +99,8 @@ class _Draw:
         like, sizes = self._one_of(self._op.cases["bench"]).params, self._sizes()
         if sizes is None:
             return None
-        params = {"m": m, **sizes, "dtype": self._dtype(like["dtype"], sizes)}
+        dtype = like.get("dtype", self._parameters["dtype"].default)
+        params = {"m": m, **sizes, "dtype": self._dtype(dtype, sizes)}
         params |= {name: value for name, value in like.items() if name not in params}
         params |= {name: self._context(m) for name in _CONTEXT if name in params}
         for name, taken in self._layouts.items():
@@ -138,7 +139,7 @@ class _Draw:
 
     def _dtype(self, like: str, sizes: dict[str, int]) -> str:
         """bf16 or fp16; fp32 at times for ops on rows, half the time where the bench has it; fp8 where it has that."""
-        if like in _FP8:
+        if like in _FP8 or like == "int32":
             return like
         fp32 = 0.5 if like == "fp32" else 0.0 if {"k", "heads"} & sizes.keys() else _FP32
         return "fp32" if self._chance(fp32) else self._one_of(("bf16", "fp16"))

@@ -206,8 +206,8 @@ OTHERS.add(
 )
 OTHERS.add(
     "first-of-a-tie-missed",
-    "    while _order(load(x, j, dtype)) != top:\n        j += 1\n",
-    "    for i in range(n):\n        if _order(load(x, i, dtype)) == top:\n            j = i\n",
+    "    while order(load(x, j, dtype)) != top:\n        j += 1\n",
+    "    for i in range(n):\n        if order(load(x, i, dtype)) == top:\n            j = i\n",
     case("argmax", "numba", "m=5,n=3000,dtype=fp32,ties=True"),
 )
 OTHERS.add(

@@ -23,22 +23,8 @@ from tilery.languages.numba_glue import jit, kernel
 from tilery.ops.memory.numba_philox import words
 from tilery.ops.memory.philox import BELOW_ONE, quarter
 from tilery.ops.rows.numba_rows import Config, NumbaRows
+from tilery.ops.sampling.numba_topk import order, pick
 from tilery.ops.softmax.numba_kernels import row_sums
-
-_LARGEST = np.int32(2**31 - 1)
-_ZERO, _MINUS_ZERO = np.int32(0), np.int32(-1)  # as ranks
-
-
-@jit
-def _order(value):
-    """An int32 that orders as the fp32 value does, both zeros alike, NaN above all.
-
-    In choices, not branches: with these LLVM makes no vectors of a loop, and argmax took 2.5 times as long.
-    """
-    ordered = rank(value)
-    ordered = _ZERO if ordered == _MINUS_ZERO else ordered
-    return _LARGEST if value != value else ordered
-
 
 # argmax: a row's maximum, then the first place that has it
 
@@ -47,9 +33,9 @@ def _order(value):
 def _argmax_row(x, y, row, n, dtype):
     top = np.int32(-(2**31))
     for j in range(n):
-        top = max(top, _order(load(x, j, dtype)))
+        top = max(top, order(load(x, j, dtype)))
     j = 0
-    while _order(load(x, j, dtype)) != top:
+    while order(load(x, j, dtype)) != top:
         j += 1
     store_integer(y, row, j, 8)
 
@@ -181,27 +167,11 @@ class Sample(NumbaRows):
 
 
 @jit
-def _pick(x, n, k, found, places, dtype):
-    """The k largest of a row in order, the lower index first of equals."""
-    count = 0
-    for j in range(n):
-        value = _order(load(x, j, dtype))
-        if count == k and value <= found[k - 1]:
-            continue
-        count = min(count + 1, k)
-        i = count - 1
-        while i > 0 and found[i - 1] < value:
-            found[i], places[i] = found[i - 1], places[i - 1]
-            i -= 1
-        found[i], places[i] = value, j
-
-
-@jit
 def _topk_rows(x, weights, indices, x_stride, first, last, n, k, renormalize, dtype):
     found, places = np.empty(k, np.int32), np.empty(k, np.int64)
     for row in range(first, last):
         x_row = at(x, row * x_stride, dtype)
-        _pick(x_row, n, k, found, places, dtype)
+        pick(x_row, n, k, found, places, dtype)
         top, total, _ = row_sums(x_row, n, False, dtype)
         if renormalize:
             total = f32(0)

@@ -14,23 +14,13 @@ from tilery.hardware.gpu import ARCHS, gpu
 from tilery.languages.triton_glue import pdl_wait
 from tilery.ops.memory import philox
 from tilery.ops.memory.philox import quarter
+from tilery.ops.sampling.triton_topk import TAKEN, keys, largest, rank
 
 
 @dataclass(frozen=True)
 class Config:
     block: int  # columns that a program holds at a time
     num_warps: int
-
-
-# Floats as integers
-
-
-@triton.jit
-def _rank(x):
-    """An int32 that orders as the fp32 value does, both zeros alike, NaN above all."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 is 0
-    bits = tl.where(x != x, 0x7FFFFFFF, bits)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -52,7 +42,7 @@ def _argmax(x_ptr, y_ptr, x_stride, n, BLOCK: tl.constexpr):
     index = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, n, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        ranks = _rank(tl.load(x_ptr + cols, mask=cols < n, other=0.0).to(tl.float32))
+        ranks = rank(tl.load(x_ptr + cols, mask=cols < n, other=0.0).to(tl.float32))
         better = (cols < n) & (ranks > best)
         best = tl.where(better, ranks, best)
         index = tl.where(better, cols, index)
@@ -100,14 +90,14 @@ def _amount(x_ptr, n, least, top, scale, COUNT: tl.constexpr, BLOCK: tl.constexp
         cols = start + tl.arange(0, BLOCK)
         x = _load(x_ptr, cols, n)
         worth = tl.full((BLOCK,), 1.0, tl.float32) if COUNT else tl.exp((x - top) * scale)
-        sums += tl.where((cols < n) & ((_rank(x) >> SHIFT) >= least), worth, 0.0)
+        sums += tl.where((cols < n) & ((rank(x) >> SHIFT) >= least), worth, 0.0)
     return tl.sum(sums, axis=0)
 
 
 @triton.jit
 def _threshold(x_ptr, n, low, wanted, top, scale, COUNT: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
     """The largest rank from `low` on whose amount is `wanted` at least."""
-    high = (_rank(top) >> SHIFT).to(tl.int64) + 1  # int64: half the distance of two ranks may pass 2**31
+    high = (rank(top) >> SHIFT).to(tl.int64) + 1  # int64: half the distance of two ranks may pass 2**31
     while high - low > 1:
         middle = low + (high - low) // 2
         if _amount(x_ptr, n, middle, top, scale, COUNT, BLOCK, SHIFT) >= wanted:
@@ -166,11 +156,11 @@ def _sample(
             cols = j * quarter + counter
             x = _load(x_ptr, cols, n)
             score = x * scale - _log_exponential(words[j]) if temperature > 0 else x
-            kept = (counter < quarter) & (cols < n) & ((_rank(x) >> SHIFT) >= least) & (x >= cutoff)
+            kept = (counter < quarter) & (cols < n) & ((rank(x) >> SHIFT) >= least) & (x >= cutoff)
             better = kept & ((score > best) | ((score == best) & (cols < index)))
             best = tl.where(better, score, best)
             index = tl.where(better, cols, index)
-    tl.store(y_ptr + row, _first_of_largest(_rank(best), index))
+    tl.store(y_ptr + row, _first_of_largest(rank(best), index))
 
 
 _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of ranks that say nothing
@@ -232,17 +222,13 @@ def _topk_softmax(
     e = tl.exp(x - top[:, None])
     total = tl.sum(e, axis=1)  # NaN of any logit goes into it, and so into every weight
 
-    # One integer for value and index: the larger value first, then the lower index. What is taken sinks below all.
-    key = (_rank(x).to(tl.int64) << 32) | (BLOCK - 1 - cols)[None, :]
-    key = tl.where(cols[None, :] < n, key, -(2**63))
+    key = keys(x, cols, n, BLOCK)
     weights = tl.zeros((ROWS, BLOCK_K), tl.float32)
     indices = tl.zeros((ROWS, BLOCK_K), tl.int32)
     for i in range(K):
-        best = tl.max(key, axis=1)
-        index = BLOCK - 1 - (best & 0xFFFFFFFF).to(tl.int32)
-        chosen = cols[None, :] == index[:, None]
+        index, chosen = largest(key, cols, BLOCK)
         weight = tl.sum(tl.where(chosen, e, 0.0), axis=1)
-        key = tl.where(chosen, -(2**63), key)
+        key = tl.where(chosen, TAKEN, key)
         weights = tl.where(places[None, :] == i, weight[:, None], weights)
         indices = tl.where(places[None, :] == i, index[:, None], indices)
     if RENORMALIZE:

@@ -54,7 +54,7 @@ def _bmm_tiles(first, step, tensors, work, work_size, sizes, a_strides, b_stride
         i, j = rest % tiles_m * tile_m, rest // tiles_m * tile_n
         a_corner, b_corner = at(a, batch * a_batch + i * a_row, dtype), at(b, batch * b_batch + j * b_column, dtype)
         target, height, width = at(c, (batch * m + i) * n + j, dtype), min(tile_m, m - i), min(tile_n, n - j)
-        tile_product(a_corner, b_corner, target, own, height, width, k, a_rows, b_rows, n, tile_n, dtype)
+        tile_product(a_corner, b_corner, target, own, height, width, k, a_rows, b_rows, n, tile_n, dtype, dtype)
 
 
 @kernel
@@ -129,7 +129,9 @@ def _group_tiles(thread, threads, tensors, work, work_size, sizes, a_strides, b_
                     j = t * tile_n
                     a_corner, b_corner = at(a, i * a_row, dtype), at(b, group * b_group + j * b_column, dtype)
                     target, height, width = at(c, i * n + j, dtype), min(tile_m, end - i), min(tile_n, n - j)
-                    tile_product(a_corner, b_corner, target, own, height, width, k, a_strides, b_rows, n, tile_n, dtype)
+                    tile_product(
+                        a_corner, b_corner, target, own, height, width, k, a_strides, b_rows, n, tile_n, dtype, dtype
+                    )
                 turn += 1
         start = end
     for i in range(start + thread, total, threads):
@@ -198,7 +200,19 @@ def _gradient_tiles(thread, threads, tensors, work, work_size, sizes, a_strides,
                     target = at(db, (group * k + i) * n + j, dtype)
                     height, width, deep = min(tile_m, k - i), min(tile_n, n - j), end - start
                     tile_product(
-                        a_corner, dc_corner, target, own, height, width, deep, across, dc_strides, n, tile_n, dtype
+                        a_corner,
+                        dc_corner,
+                        target,
+                        own,
+                        height,
+                        width,
+                        deep,
+                        across,
+                        dc_strides,
+                        n,
+                        tile_n,
+                        dtype,
+                        dtype,
                     )
                 turn += 1
         start = end

@@ -54,22 +54,22 @@ def workspace(tile_m: int, tile_n: int, parallel: bool, where: torch.device) -> 
 
 
 @jit
-def _dots(a, b, c, height, width, k, a_row, b_column, n, dtype):
+def _dots(a, b, c, height, width, k, a_row, b_column, n, dtype, c_dtype):
     """c [height, width] = a · b, K contiguous in both; rows of c are n apart."""
     for j in range(width):
         for i in range(height):
             total = f32(0)
             for p in range(k):
                 total += load(a, i * a_row + p, dtype) * load(b, j * b_column + p, dtype)
-            store(c, i * n + j, total, dtype)
+            store(c, i * n + j, total, c_dtype)
 
 
 @jit
-def tile_product(a, b, c, work, height, width, k, a_strides, b_strides, n, tile_n, dtype):
+def tile_product(a, b, c, work, height, width, k, a_strides, b_strides, n, tile_n, dtype, c_dtype):
     """The same of any strides. What lies in the blocks past the edges of a and b reaches only what is past c's."""
     (a_row, a_column), (b_row, b_column) = a_strides, b_strides
     if height <= FEW and a_column == 1 and b_row == 1:
-        _dots(a, b, c, height, width, k, a_row, b_column, n, dtype)
+        _dots(a, b, c, height, width, k, a_row, b_column, n, dtype, c_dtype)
         return
     b_block = at(work, _BLOCK_M * DEPTH, FP32)
     tile = at(b_block, DEPTH * tile_n, FP32)
@@ -90,4 +90,4 @@ def tile_product(a, b, c, work, height, width, k, a_strides, b_strides, n, tile_
                     multiply(at(work, r * DEPTH, FP32), panel, target, tile_n, depth)
     for i in range(height):
         for j in range(width):
-            store(c, i * n + j, load(tile, i * tile_n + j, FP32), dtype)
+            store(c, i * n + j, load(tile, i * tile_n + j, FP32), c_dtype)
