@@ -37,6 +37,8 @@ OPS = {
     "log_softmax_backward": "softmax.log_softmax",
     "matmul": "matmul.matmul",
     "matmul_add": "matmul.matmul_add",
+    "merge_attention": "attention.merge_attention",
+    "merge_attention_backward": "attention.merge_attention",
     "mla": "attention.mla",
     "mla_decode": "attention.mla_decode",
     "qk_norm_rope_": "rope.qk_norm_rope",

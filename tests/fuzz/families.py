@@ -14,6 +14,7 @@ from tilery.core.op import Op
 
 ATTENTION = ("attention", "attention_lse", "attention_backward", "mla")  # of whole sequences, packed or not
 CACHED = ("attention_decode", "attention_chunked", "mla_decode")
+MERGES = ("merge_attention", "merge_attention_backward")
 ROTARY = ("rope", "rope_", "rope_backward", "qk_norm_rope_", "rope_cache_write_")
 # Parameters that are one of a few sizes: those of the op's own cases.
 FIXED = {(op, "n") for op in (*ATTENTION, *CACHED, *ROTARY)} | {("fp8_matmul", "k"), ("fp8_matmul_rowwise", "k")}
@@ -24,7 +25,9 @@ _NEEDED = {  # sizes that may not be 0
     "batch": (*ROTARY, "attention_backward", "mla"),
 }  # fmt: skip
 # Backwards that are given what the forward made of the other arguments: only gradients may be anything.
-_HELD = ("cross_entropy_backward", "fused_linear_cross_entropy_backward", "attention_backward")
+_HELD = (
+    "cross_entropy_backward", "fused_linear_cross_entropy_backward", "attention_backward", "merge_attention_backward",
+)  # fmt: skip
 _NO_BACKWARD = ("bias", "slopes", "sinks", "padding", "softcap", "window", "strength")
 _GRADIENTS = ("dloss", "dlse", "dout")
 _INDEX_NAMES = (
@@ -57,6 +60,8 @@ def mended(op: Op, params: dict[str, Any], r: random.Random) -> dict[str, Any]:
         _cached(op, p, r)
     elif op.name in ROTARY:
         _rotary(p)
+    elif op.name in MERGES:
+        _merged(op, p)
     elif op.name in ("grouped_matmul", "grouped_matmul_backward"):
         p["sizes"] = _split(p["m"], p["experts"], r) if p.get("sizes") and p["experts"] else ""
     elif op.name == "topk_softmax":
@@ -123,6 +128,14 @@ def _cached(op: Op, p: dict[str, Any], r: random.Random) -> None:
         p["format"] = "none"
 
 
+def _merged(op: Op, p: dict[str, Any]) -> None:
+    p["n"] = min(max(p["n"], 1), 1024)
+    if op.name == "merge_attention_backward":
+        p["parts"] = max(p["parts"], 1)
+    if p.get("empty") not in (None, "", "some"):
+        p["empty"] = "+".join(part for part in p["empty"].split("+") if int(part) < p["parts"])
+
+
 def _within(lengths: str, most: int) -> str:
     return "+".join(str(min(int(length), most)) for length in lengths.split("+")) if lengths else ""
 
@@ -148,6 +161,9 @@ def graded(call: Call) -> Call:
     scalars = {name: value for name, value in call.scalars.items() if name not in ("ignore_index", "eps")}
     if call.op in ATTENTION:
         params = {name: value for name, value in params.items() if name not in _NO_BACKWARD}
+        scalars = {}
+    if call.op in MERGES:  # autograd through the reference gives NaN for an empty part
+        params = {name: value for name, value in params.items() if name not in ("empty", "out", "strength")}
         scalars = {}
     if "norm" in call.op:  # the gradient of rows of a few values is what cancellation leaves
         params["n"] = max(params["n"], 16)
@@ -196,6 +212,8 @@ def _answered(op: Op, name: str, what: str) -> bool:
         return not what.endswith(("huge", "1e10", "inf"))
     if op.name == "fused_linear_cross_entropy_backward":
         return not what.endswith(("huge", "large", "1e10", "1e3"))  # gradients of logits are rounded, to fp16 at times
+    if op.name == "merge_attention" and name == "outs":
+        return not what.endswith(("inf", "huge", "1e10"))  # of a part that is 0 in fp32 and not in float64: 0 · inf
     if op.name.startswith("fp8_matmul") and "scale" in name:
         return not what.endswith(("inf", "huge"))  # of a sum that is 0 in one order and not in another: 0 · inf
     if op.name not in (*ATTENTION, *CACHED) or not what.endswith(("nan", "inf")):

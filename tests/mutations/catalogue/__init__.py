@@ -2,6 +2,7 @@
 
 from mutations.catalogue import (
     attention,
+    attention_parts,
     checks,
     contract,
     dispatch,
@@ -22,6 +23,7 @@ LAYERS = (
     *numba_kernels.LAYERS,
     *triton_kernels.LAYERS,
     *attention.LAYERS,
+    *attention_parts.LAYERS,
     *product_gradients.LAYERS,
     *checks.LAYERS,
     *timing.LAYERS,
