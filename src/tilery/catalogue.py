@@ -11,6 +11,7 @@ OPS = {
     "attention_chunked": "attention.attention_chunked",
     "attention_decode": "attention.attention_decode",
     "attention_lse": "attention.attention",
+    "attention_sinks_backward": "attention.attention_sinks_backward",
     "bmm": "matmul.bmm",
     "cast": "quantize.cast",
     "cross_entropy": "losses.cross_entropy",

@@ -17,18 +17,23 @@ CACHED = ("attention_decode", "attention_chunked", "mla_decode")
 MERGES = ("merge_attention", "merge_attention_backward")
 ROTARY = ("rope", "rope_", "rope_backward", "qk_norm_rope_", "rope_cache_write_")
 # Parameters that are one of a few sizes: those of the op's own cases.
-FIXED = {(op, "n") for op in (*ATTENTION, *CACHED, *ROTARY)} | {("fp8_matmul", "k"), ("fp8_matmul_rowwise", "k")}
+FIXED = {(op, "n") for op in (*ATTENTION, *CACHED, *ROTARY, "attention_sinks_backward")} | {
+    ("fp8_matmul", "k"),
+    ("fp8_matmul_rowwise", "k"),
+}
 _NEEDED = {  # sizes that may not be 0
     "n": ("argmax", "sample", "cross_entropy", "cross_entropy_backward", "fused_linear_cross_entropy",
           "fused_linear_cross_entropy_backward", "topk_softmax"),
     "k": ("fused_linear_cross_entropy", "fused_linear_cross_entropy_backward"),
-    "batch": (*ROTARY, "attention_backward", "mla"),
+    "batch": (*ROTARY, "attention_backward", "attention_sinks_backward", "mla"),
 }  # fmt: skip
 # Backwards that are given what the forward made of the other arguments: only gradients may be anything.
 _HELD = (
     "cross_entropy_backward", "fused_linear_cross_entropy_backward", "attention_backward", "merge_attention_backward",
+    "attention_sinks_backward",
 )  # fmt: skip
-_NO_BACKWARD = ("bias", "slopes", "sinks", "padding", "softcap", "window", "strength")
+_NO_BACKWARD = ("bias", "slopes", "padding", "strength")
+_NOT_SPECIAL = (*_NO_BACKWARD, "sinks", "softcap", "window", "scale")  # with these a key may count for nothing
 _GRADIENTS = ("dloss", "dlse", "dout")
 _INDEX_NAMES = (
     "targets", "ids", "positions", "slots", "offsets", "cu_seqlens_q", "cu_seqlens_k", "lengths", "block_table",
@@ -62,6 +67,9 @@ def mended(op: Op, params: dict[str, Any], r: random.Random) -> dict[str, Any]:
         _rotary(p)
     elif op.name in MERGES:
         _merged(op, p)
+    elif op.name == "attention_sinks_backward":
+        packed = p.get("order") == "thd"
+        p["lengths"] = "+".join(str(r.choice((0, 1, 17, 33))) for _ in range(3)) if packed else ""
     elif op.name in ("grouped_matmul", "grouped_matmul_backward"):
         p["sizes"] = _split(p["m"], p["experts"], r) if p.get("sizes") and p["experts"] else ""
     elif op.name == "topk_softmax":
@@ -104,7 +112,7 @@ def _attention(op: Op, p: dict[str, Any], r: random.Random) -> None:
         # All queries must see it, with weights that no dtype rounds to 0: 0 · NaN and 0 · inf are NaN.
         p["causal"], p["m"] = False, max(p["m"], 1)
         p["keys"] = 1 if p.get("keys", -1) == 0 else p.get("keys", -1)
-        for name in (*_NO_BACKWARD, "scale"):
+        for name in _NOT_SPECIAL:
             p.pop(name, None)
 
 
