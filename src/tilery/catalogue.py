@@ -8,6 +8,7 @@ OPS = {
     "argmax": "sampling.argmax",
     "attention": "attention.attention",
     "attention_backward": "attention.attention",
+    "attention_cascade": "attention.attention_cascade",
     "attention_chunked": "attention.attention_chunked",
     "attention_decode": "attention.attention_decode",
     "attention_lse": "attention.attention",

@@ -240,6 +240,7 @@ class PagedCall(_HeadsCall):
     scale: Scalar
     window: int
     max_seqlen_q: int  # of attention_chunked
+    causal = True  # the last query is at the last key
 
     @property
     def cu_seqlens_q(self) -> Any:
