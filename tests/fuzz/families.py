@@ -13,7 +13,7 @@ from fuzz.guards import LAYOUTS
 from tilery.core.op import Op
 
 ATTENTION = ("attention", "attention_lse", "attention_backward", "mla")  # of whole sequences, packed or not
-CACHED = ("attention_decode", "attention_chunked", "mla_decode")
+CACHED = ("attention_decode", "attention_chunked", "attention_cascade", "mla_decode")
 MERGES = ("merge_attention", "merge_attention_backward")
 ROTARY = ("rope", "rope_", "rope_backward", "qk_norm_rope_", "rope_cache_write_")
 # Parameters that are one of a few sizes: those of the op's own cases.
@@ -37,9 +37,10 @@ _NOT_SPECIAL = (*_NO_BACKWARD, "sinks", "softcap", "window", "scale")  # with th
 _GRADIENTS = ("dloss", "dlse", "dout")
 _INDEX_NAMES = (
     "targets", "ids", "positions", "slots", "offsets", "cu_seqlens_q", "cu_seqlens_k", "lengths", "block_table",
+    "prefix_lengths", "prefix_table", "cu_prefix_q",
 )  # fmt: skip
 # Only to numbers that lead outside: two tokens in one slot race, and what is behind the last key may be NaN.
-_CACHE_INDICES = ("slots", "block_table", "lengths")
+_CACHE_INDICES = ("slots", "block_table", "lengths", "prefix_lengths", "prefix_table")
 _WILD = (-1, 0, 1, 2**30, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63))
 _SHAPES = ("", "", "", "row:", "row:", "all:")
 _FACTORS = ("by:1e3", "by:1e-3", "by:1e10", "by:1e-10", "by:30")
@@ -120,6 +121,9 @@ def _cached(op: Op, p: dict[str, Any], r: random.Random) -> None:
     if op.name == "mla_decode":
         p["context"] = max(p["context"], p.get("queries", 1)) if p.get("lengths") == "ragged" else p["context"]
         return
+    if op.name == "attention_cascade":
+        _cascade(p, r)
+        return
     if op.name == "attention_chunked":
         p["chunks"] = _split(p["m"], r.randrange(1, 4), r, whole=True)
         p["keys"] = max(p["keys"], 1)
@@ -134,6 +138,15 @@ def _cached(op: Op, p: dict[str, Any], r: random.Random) -> None:
         p["keys"] = min(max(p["keys"], 2), 5)
         p["lengths"], p["block_size"], p["m"] = "", 0, 1
         p["format"] = "none"
+
+
+def _cascade(p: dict[str, Any], r: random.Random) -> None:
+    """Some sequences share one of up to three prefixes, the last ones none."""
+    p["m"], p["prefix"] = min(p["m"], 20), r.choice((0, 1, 16, 70, 300))
+    p["groups"] = _split(p["m"], r.randrange(1, 4), r)
+    p["prefix_lengths"] = "+".join(str(r.randrange(p["prefix"] + 1)) for _ in p["groups"].split("+"))
+    p["lengths"] = "+".join(str(r.randrange(p["keys"] + 1)) for _ in range(p["m"]))
+    p["layout"] = "padded" if p.get("layout") == "far" else p.get("layout", "contiguous")
 
 
 def _merged(op: Op, p: dict[str, Any]) -> None:

@@ -1,11 +1,12 @@
-"""Bugs in what merges parts of attention: merge_attention and its gradients."""
+"""Bugs in what merges parts of attention: merge_attention, its gradients, and prefixes that sequences share."""
 
 from mutations.mutation import Layer, case
 
-MERGE, NUMBA, TRITON = LAYERS = (
+MERGE, NUMBA, TRITON, CASCADE = LAYERS = (
     Layer("attention parts"),
     Layer("attention parts numba"),
     Layer("attention parts triton"),
+    Layer("attention prefixes"),
 )
 SOME = "parts=3,m=11,heads=4,n=32,dtype=fp16,empty=some,order=thd"
 EMPTY = "parts=4,m=11,heads=4,n=32,dtype=fp32,empty=1+3,batch=2"
@@ -89,8 +90,8 @@ TRITON.add(
     case("merge_attention", "triton", TURNED),
 )
 TRITON.add(
-    "weights-in-base-e",
-    "p = tl.exp2((found - finite) * LOG2E)",
+    "weights-in-base-2",
+    "p = tl.exp(found - finite)",
     "p = tl.exp2(found - finite)",
     case("merge_attention", "triton", PLAIN),
 )
@@ -99,4 +100,74 @@ TRITON.add(
     "shift -= tl.load(dlse.ptr",
     "shift += tl.load(dlse.ptr",
     case("merge_attention_backward", "triton", PLAIN),
+)
+
+# Shared prefixes
+
+SHARED = "m=3,keys=40,prefix=70,n=32,dtype=fp32"
+SPLIT = "m=2,keys=1100,prefix=1100,heads=2,kv_heads=1,n=16,dtype=fp32,block_size=64"
+WITHOUT = "m=6,keys=70,prefix=90,n=32,dtype=fp32,groups=2+0+1,prefix_lengths=90+9+0"
+CAPPED = "m=4,keys=40,prefix=70,n=64,dtype=fp16,sinks=True,softcap=5.0,heads=8"
+SEVERAL = "m=5,keys=40,prefix=200,queries=3,n=64,dtype=fp16,groups=2+3,prefix_lengths=200+33"
+
+CASCADE.add(
+    "prefix-causal",
+    "    def causal(self) -> bool:\n        return False",
+    "    def causal(self) -> bool:\n        return True",
+    case("attention_cascade", "numba", SHARED),
+    case("attention_cascade", "triton", SHARED),
+)
+CASCADE.add(
+    "a-sink-counts-twice",
+    '"sinks": None, "max_seqlen_q": 0',
+    '"sinks": call.sinks, "max_seqlen_q": 0',
+    case("attention_cascade", "numba", CAPPED),
+)
+CASCADE.add(
+    "both-passes-write-one-lse",
+    "(call.heads, 1), i * rows)",
+    "(call.heads, 1), 0)",
+    case("attention_cascade", "numba", SHARED),
+)
+CASCADE.add(
+    "tokens-one-sequence-apart",
+    "by_token = q.stride(1) if q.shape[1] > 1 else q.stride(0)",
+    "by_token = q.stride(0)",
+    case("attention_cascade", "numba", SEVERAL),
+)
+CASCADE.add(
+    "uneven-tokens-taken",
+    "return sequences <= 1 or queries == 1 or",
+    "return True or",
+    "test_attention_cascade.py::test_bad_input_is_named",
+)
+CASCADE.add(
+    "wrong-prefixes-not-looked-at",
+    "    require_pages(*shared, call.k_cache",
+    "    require_pages(call.lengths, call.block_table, call.k_cache",
+    "test_attention_cascade.py::test_a_wrong_entry_is_named_if_asked",
+)
+CASCADE.add(
+    "triton-lse-of-splits-as-mla-has-it",
+    "combine(call, *how, lse_by_row=True)",
+    "combine(call, *how)",
+    case("attention_cascade", "triton", SPLIT),
+)
+CASCADE.add(
+    "triton-tokens-without-a-prefix-weigh-something",
+    'tl.where(value == 0, -float("inf"), value)',
+    "value",
+    case("attention_cascade", "triton", WITHOUT),
+)
+CASCADE.add(
+    "triton-position-of-the-first-key",
+    "position = length - 1 + t * 0",
+    "position = t * 0",
+    case("attention_cascade", "triton", SHARED),
+)
+CASCADE.add(
+    "numba-lse-of-a-sequence-as-of-a-token",
+    "0 if packed else call.queries * call.heads",
+    "0",
+    case("attention_cascade", "numba", SEVERAL),
 )

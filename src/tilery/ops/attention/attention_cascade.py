@@ -38,8 +38,9 @@ def check(call: CascadeCall) -> None:
 def indices(call: Any) -> None:
     require_pages(call.lengths, call.block_table, call.k_cache, call.max_keys, call.queries)
     require_offsets("cu_prefix_q", call.cu_prefix_q, call.tokens, call.tokens)
-    queries = call.cu_prefix_q.diff()
-    require_pages(call.prefix_lengths, call.prefix_table, call.k_cache, call.max_prefix_keys, queries)
+    queries, names = call.cu_prefix_q.diff(), ("prefix_lengths", "prefix_table")
+    shared = call.prefix_lengths, call.prefix_table
+    require_pages(*shared, call.k_cache, call.max_prefix_keys, queries, names=names)
 
 
 def cost(call: CascadeCall) -> Cost:
@@ -74,9 +75,9 @@ def attention_cascade(
 
     The B · Q query tokens are numbered in order: those from cu_prefix_q[p] to cu_prefix_q[p + 1] have prefix p, which
     is prefix_lengths[p] keys in the pages prefix_table[p, :] [P, most]; tokens past the last have none. Every token
-    sees all of its prefix. lengths and block_table are of the keys that a sequence has for itself, those of its Q tokens
-    among them, and mean what they mean in attention_decode, as all other arguments do. A prefix whose integers lead
-    outside gives its tokens NaN. Results of both passes are merged by their lse in fp32, as merge_attention does.
+    sees all of its prefix. lengths and block_table are of the keys that a sequence has for itself, its Q tokens among
+    them, and mean what they mean in attention_decode, as all other arguments do. A prefix whose integers lead outside
+    gives its tokens NaN. Results of both passes are merged by their lse in fp32, as merge_attention does.
     """
     out, tokens = torch.full_like(q, torch.nan).flatten(0, 1), q.flatten(0, 1)
     prefix_of: list[int | None] = [None] * len(tokens)

@@ -54,7 +54,7 @@ def cases() -> dict[str, list[Case]]:
     test = [
         case(m=3, keys=40, prefix=70, n=32, dtype="fp32"),
         case(m=3, keys=40, prefix=70, n=32, dtype="fp16", lengths="40+1+17"),
-        case(m=3, keys=40, prefix=70, n=64, dtype="bf16", heads=8),
+        case(m=3, keys=40, prefix=70, n=32, dtype="bf16"),
         case(m=5, keys=40, prefix=200, queries=3, n=64, dtype="fp16", groups="2+3", prefix_lengths="200+33"),
         case(m=6, keys=70, prefix=90, n=32, dtype="fp32", groups="2+0+1", prefix_lengths="90+9+0"),  # three have none
         case(m=20, keys=33, prefix=600, heads=8, kv_heads=2, n=64, dtype="fp16", block_size=32),  # several tiles

@@ -14,9 +14,9 @@ from tilery.languages import numba_elements
 from tilery.languages.numba_elements import FP32, at, exp, f32, load, rank, store, unrank
 from tilery.languages.numba_glue import jit, kernel, threads
 from tilery.ops.attention.merge_call import MergeCall, Sizes
-from tilery.ops.attention.numba.blocks import NEG_INF
 from tilery.ops.attention.numba.products import DTYPE_CODES, add_scaled, dot, fill, narrow, widen
 
+NEG_INF = f32(-np.inf)
 _LEAST = 2**16  # values from which on the other cores are woken
 _NONE = (0, 0, 0, 0)
 

@@ -12,7 +12,6 @@ from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
 from tilery.languages.triton_glue import pdl_wait
 from tilery.ops.attention.merge_call import MergeCall, Steps
-from tilery.ops.attention.triton.softmax import LOG2E
 
 _IN_FLIGHT = 4  # parts whose values are asked for at once
 _NONE = Steps(0, 0, 0, 0)
@@ -76,7 +75,7 @@ def _merge(
             values = _load_values(
                 outs, values_at + part * part_step, there & (found != -float("inf")), column, VALUE_DIM
             )
-            p = tl.exp2((found - finite) * LOG2E)
+            p = tl.exp(found - finite)
             total += p
             acc += p[:, None] * values
     inverse = tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total))
@@ -105,7 +104,7 @@ def _merge_backward(
     for part in range(sizes.parts):
         found = tl.load(lses.ptr + (lse_at + part * wide * lses.steps.part), mask=inside, other=-float("inf"))
         there = inside & (found != -float("inf"))
-        p = tl.where(there, tl.exp2((found - whole) * LOG2E), 0.0)
+        p = tl.where(there, tl.exp(found - whole), 0.0)
         values = _load_values(outs, values_at + part * wide * outs.steps.part, there, column, VALUE_DIM)
         grads = tl.where(there, p * (tl.sum(dout_rows * values, axis=1) - shift), 0.0)
         tl.store(dlses.ptr + (dlses_at + part * wide * dlses.steps.part), grads, mask=inside)
