@@ -12,7 +12,7 @@ from tilery.core.op import op
 from tilery.ops.attention import cascade_cases, paged
 from tilery.ops.attention.attention import model_sizes
 from tilery.ops.attention.attention_decode import check_tokens
-from tilery.ops.attention.cascade_call import CascadeCall
+from tilery.ops.attention.cascade import CascadeCall
 from tilery.ops.attention.checks import check_scale
 from tilery.ops.attention.indices import require_pages, spans
 from tilery.ops.attention.reference import attend

@@ -240,7 +240,11 @@ class PagedCall(_HeadsCall):
     scale: Scalar
     window: int
     max_seqlen_q: int  # of attention_chunked
-    causal = True  # the last query is at the last key
+
+    @property
+    def causal(self) -> bool:
+        """Whether the last query is at the last key; if not, all queries see all keys."""
+        return True
 
     @property
     def cu_seqlens_q(self) -> Any:

@@ -157,7 +157,8 @@ def _group_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`_gradients` for the heads that share k [T, D] and v [T, E]."""
     queries, keys = q.shape[0], k.shape[0]
-    scores, slope = torch.einsum("shd,td->hst", q, k) * scale, scale
+    scores = torch.einsum("shd,td->hst", q, k) * scale
+    slope: Any = scale
     if softcap:
         tanh = torch.tanh(scores / softcap)
         scores, slope = softcap * tanh, scale * (1 - tanh.square())

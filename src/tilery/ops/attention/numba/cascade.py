@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from tilery.ops.attention.cascade_call import CascadeCall
-from tilery.ops.attention.cascade_kernel import Cascade
+from tilery.ops.attention.cascade import Cascade, CascadeCall
 from tilery.ops.attention.numba import forward
 from tilery.ops.attention.numba.merge import merge_attention
 

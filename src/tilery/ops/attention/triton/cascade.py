@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from tilery.hardware.gpu import ARCHS
-from tilery.ops.attention.cascade_call import CascadeCall
-from tilery.ops.attention.cascade_kernel import Cascade
+from tilery.ops.attention.cascade import Cascade, CascadeCall
 from tilery.ops.attention.triton import paged
 from tilery.ops.attention.triton.merge import merge_attention
 
