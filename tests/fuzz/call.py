@@ -65,8 +65,9 @@ def arguments(call: Call, device: Any) -> tuple[Any, ...]:
 
 def _past(args: dict[str, Any], name: str) -> int:
     """The first number that is too large for an entry of what leads into a cache."""
-    cache, table = args.get("k_cache", args.get("cache")), args.get("block_table")
-    if name == "block_table":
+    cache = args.get("k_cache", args.get("cache"))
+    table = args.get("prefix_table" if name.startswith("prefix") else "block_table")
+    if name.endswith("_table"):
         return cache.shape[0]
     if name == "slots":
         return cache.shape[0] * cache.shape[1]

@@ -13,27 +13,35 @@ from fuzz.guards import LAYOUTS
 from tilery.core.op import Op
 
 ATTENTION = ("attention", "attention_lse", "attention_backward", "mla")  # of whole sequences, packed or not
-CACHED = ("attention_decode", "attention_chunked", "mla_decode")
+CACHED = ("attention_decode", "attention_chunked", "attention_cascade", "mla_decode")
+MERGES = ("merge_attention", "merge_attention_backward")
 ROTARY = ("rope", "rope_", "rope_backward", "qk_norm_rope_", "rope_cache_write_")
 EXPERTS = ("moe_align", "fused_moe")
 # Parameters that are one of a few sizes: those of the op's own cases.
-FIXED = {(op, "n") for op in (*ATTENTION, *CACHED, *ROTARY)} | {("fp8_matmul", "k"), ("fp8_matmul_rowwise", "k")}
+FIXED = {(op, "n") for op in (*ATTENTION, *CACHED, *ROTARY, "attention_sinks_backward")} | {
+    ("fp8_matmul", "k"),
+    ("fp8_matmul_rowwise", "k"),
+}
 _NEEDED = {  # sizes that may not be 0
     "n": ("argmax", "sample", "cross_entropy", "cross_entropy_backward", "fused_linear_cross_entropy",
           "fused_linear_cross_entropy_backward", "topk_softmax", "moe_route"),
     "k": ("fused_linear_cross_entropy", "fused_linear_cross_entropy_backward"),
-    "batch": (*ROTARY, "attention_backward", "mla"),
+    "batch": (*ROTARY, "attention_backward", "attention_sinks_backward", "mla"),
 }  # fmt: skip
 # Backwards that are given what the forward made of the other arguments: only gradients may be anything.
-_HELD = ("cross_entropy_backward", "fused_linear_cross_entropy_backward", "attention_backward")
-_NO_BACKWARD = ("bias", "slopes", "sinks", "padding", "softcap", "window", "strength")
+_HELD = (
+    "cross_entropy_backward", "fused_linear_cross_entropy_backward", "attention_backward", "merge_attention_backward",
+    "attention_sinks_backward",
+)  # fmt: skip
+_NO_BACKWARD = ("bias", "slopes", "padding", "strength")
+_NOT_SPECIAL = (*_NO_BACKWARD, "sinks", "softcap", "window", "scale")  # with these a key may count for nothing
 _GRADIENTS = ("dloss", "dlse", "dout")
 _INDEX_NAMES = (
     "targets", "ids", "expert_map", "positions", "slots", "offsets", "cu_seqlens_q", "cu_seqlens_k", "lengths",
-    "block_table",
+    "block_table", "prefix_lengths", "prefix_table", "cu_prefix_q",
 )  # fmt: skip
 # Only to numbers that lead outside: two tokens in one slot race, and what is behind the last key may be NaN.
-_CACHE_INDICES = ("slots", "block_table", "lengths")
+_CACHE_INDICES = ("slots", "block_table", "lengths", "prefix_lengths", "prefix_table")
 _WILD = (-1, 0, 1, 2**30, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63))
 _SHAPES = ("", "", "", "row:", "row:", "all:")
 _FACTORS = ("by:1e3", "by:1e-3", "by:1e10", "by:1e-10", "by:30")
@@ -59,6 +67,11 @@ def mended(op: Op, params: dict[str, Any], r: random.Random) -> dict[str, Any]:
         _cached(op, p, r)
     elif op.name in ROTARY:
         _rotary(p)
+    elif op.name in MERGES:
+        _merged(op, p)
+    elif op.name == "attention_sinks_backward":
+        packed = p.get("order") == "thd"
+        p["lengths"] = "+".join(str(r.choice((0, 1, 17, 33))) for _ in range(3)) if packed else ""
     elif op.name in ("grouped_matmul", "grouped_matmul_backward"):
         p["sizes"] = _split(p["m"], p["experts"], r) if p.get("sizes") and p["experts"] else ""
     elif op.name == "topk_softmax":
@@ -116,13 +129,16 @@ def _attention(op: Op, p: dict[str, Any], r: random.Random) -> None:
         # All queries must see it, with weights that no dtype rounds to 0: 0 · NaN and 0 · inf are NaN.
         p["causal"], p["m"] = False, max(p["m"], 1)
         p["keys"] = 1 if p.get("keys", -1) == 0 else p.get("keys", -1)
-        for name in (*_NO_BACKWARD, "scale"):
+        for name in _NOT_SPECIAL:
             p.pop(name, None)
 
 
 def _cached(op: Op, p: dict[str, Any], r: random.Random) -> None:
     if op.name == "mla_decode":
         p["context"] = max(p["context"], p.get("queries", 1)) if p.get("lengths") == "ragged" else p["context"]
+        return
+    if op.name == "attention_cascade":
+        _cascade(p, r)
         return
     if op.name == "attention_chunked":
         p["chunks"] = _split(p["m"], r.randrange(1, 4), r, whole=True)
@@ -138,6 +154,23 @@ def _cached(op: Op, p: dict[str, Any], r: random.Random) -> None:
         p["keys"] = min(max(p["keys"], 2), 5)
         p["lengths"], p["block_size"], p["m"] = "", 0, 1
         p["format"] = "none"
+
+
+def _cascade(p: dict[str, Any], r: random.Random) -> None:
+    """Some sequences share one of up to three prefixes, the last ones none."""
+    p["m"], p["prefix"] = min(p["m"], 20), r.choice((0, 1, 16, 70, 300))
+    p["groups"] = _split(p["m"], r.randrange(1, 4), r)
+    p["prefix_lengths"] = "+".join(str(r.randrange(p["prefix"] + 1)) for _ in p["groups"].split("+"))
+    p["lengths"] = "+".join(str(r.randrange(p["keys"] + 1)) for _ in range(p["m"]))
+    p["layout"] = "padded" if p.get("layout") == "far" else p.get("layout", "contiguous")
+
+
+def _merged(op: Op, p: dict[str, Any]) -> None:
+    p["n"] = min(max(p["n"], 1), 1024)
+    if op.name == "merge_attention_backward":
+        p["parts"] = max(p["parts"], 1)
+    if p.get("empty") not in (None, "", "some"):
+        p["empty"] = "+".join(part for part in p["empty"].split("+") if int(part) < p["parts"])
 
 
 def _within(lengths: str, most: int) -> str:
@@ -165,6 +198,9 @@ def graded(call: Call) -> Call:
     scalars = {name: value for name, value in call.scalars.items() if name not in ("ignore_index", "eps")}
     if call.op in ATTENTION:
         params = {name: value for name, value in params.items() if name not in _NO_BACKWARD}
+        scalars = {}
+    if call.op in MERGES:  # autograd through the reference gives NaN for an empty part
+        params = {name: value for name, value in params.items() if name not in ("empty", "out", "strength")}
         scalars = {}
     if "norm" in call.op:  # the gradient of rows of a few values is what cancellation leaves
         params["n"] = max(params["n"], 16)
@@ -222,6 +258,8 @@ def _answered(op: Op, name: str, what: str) -> bool:
         return not what.endswith(("by:30", "1e3", "1e10"))  # of sigmoids that are 0 in fp32 alone, divided by their sum
     if op.name == "fused_moe":  # h is rounded, to fp16 at times
         return not what.endswith(("huge", "large", "1e10", "1e3", "by:30", "inf"))
+    if op.name == "merge_attention" and name == "outs":
+        return not what.endswith(("inf", "huge", "1e10"))  # of a part that is 0 in fp32 and not in float64: 0 · inf
     if op.name.startswith("fp8_matmul") and "scale" in name:
         return not what.endswith(("inf", "huge"))  # of a sum that is 0 in one order and not in another: 0 · inf
     if op.name not in (*ATTENTION, *CACHED) or not what.endswith(("nan", "inf")):

@@ -25,6 +25,10 @@ class Call:
             return values[name]
         raise AttributeError(f"a call of this op has {', '.join(values)}, not {name!r}")
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the call has an argument, output or workspace of this name."""
+        return name in self._values
+
     def tensors(self) -> list[Any]:
         """The call's tensors: arguments in order, then outputs and workspace."""
         return [value for value in self._values.values() if isinstance(value, TensorSpec | Tensor)]

@@ -50,7 +50,7 @@ def forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     backends = getattr(module, BACKENDS, {})
     scoring: dict[str, Any] = {"sinks": sinks, "scale": scaling, "softcap": softcap or 0.0}
-    if _few(q, k, v, said):
+    if _few(q, k, v, sinks, said):
         lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
         scoring |= _chosen(backends, "attention_decode")
         return attention_decode(q, k, v, lengths, window=said["window"], **scoring), None
@@ -61,12 +61,13 @@ def _chosen(backends: Any, op: str) -> dict[str, str]:
     return {"backend": backends[op]} if op in backends else {}
 
 
-def _few(q: Tensor, k: Tensor, v: Tensor, said: dict[str, Any]) -> bool:
+def _few(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, said: dict[str, Any]) -> bool:
     """Whether it is a step of decoding, which attention_decode takes; sequences with padding are not."""
     step = q.shape[1] == 1 or (q.shape[1] <= MAX_QUERIES and said.get("causal", False))
     plain = said.get("bias") is None and said.get("key_mask") is None
     alike = v.shape == k.shape and v.stride() == k.stride()
-    return step and plain and alike and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
+    graded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    return step and plain and alike and not graded
 
 
 def _refuse(others: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from mutations.catalogue import (
     attention,
+    attention_parts,
     checks,
     contract,
     cuda_kernels,
@@ -26,6 +27,7 @@ LAYERS = (
     *numba_kernels.LAYERS,
     *triton_kernels.LAYERS,
     *attention.LAYERS,
+    *attention_parts.LAYERS,
     *product_gradients.LAYERS,
     *hopper.LAYERS,
     *cuda_kernels.LAYERS,

@@ -2,11 +2,12 @@
 
 from mutations.mutation import Layer, case
 
-CONTRACT, NUMBA, TRITON, BACKWARD = LAYERS = (
+CONTRACT, NUMBA, TRITON, BACKWARD, SCORED = LAYERS = (
     Layer("attention"),
     Layer("attention numba"),
     Layer("attention triton"),
     Layer("attention gradient"),
+    Layer("attention gradient scored"),
 )
 
 CONTRACT.add(
@@ -24,10 +25,9 @@ CONTRACT.add(
 )
 CONTRACT.add(
     "bucket-forgets-window",
-    'f",window={call.effective_window}" if call.effective_window else ""',
-    '""',
+    "return Bucket(_exact(call) + given + _window(call), _scaled(call))",
+    "return Bucket(_exact(call) + given, _scaled(call))",
     "test_attention_scalars.py::test_every_option_has_a_bucket_of_its_own[attention]",
-    inside="bucket",
 )
 CONTRACT.add(
     "causal-pairs-counted-as-all",
@@ -84,8 +84,8 @@ NUMBA.add(
 )
 NUMBA.add(
     "soft-cap-without-its-size",
-    "softcap * _tanh(load(scores, j, FP32) / softcap)",
-    "_tanh(load(scores, j, FP32) / softcap)",
+    "softcap * tanh(load(scores, j, FP32) / softcap)",
+    "tanh(load(scores, j, FP32) / softcap)",
     case("attention", "numba", "m=40,heads=2,kv_heads=1,n=16,dtype=fp32,softcap=5.0,strength=4.0"),
 )
 NUMBA.add(
@@ -258,4 +258,109 @@ BACKWARD.add(
     "p = tl.where(away <= keys - queries + first - key, p, 0.0)",
     "p = tl.where(away < keys - queries + first - key, p, 0.0)",
     case("attention_backward", "triton", "m=5,heads=2,kv_heads=1,n=16,dtype=fp32"),
+)
+
+# Gradients with windows, soft caps and sinks
+
+WINDOW = "m=150,heads=4,kv_heads=2,n=32,dtype=fp32,window=40"
+BOTH_SIDES = "m=100,keys=170,heads=4,kv_heads=2,n=32,dtype=fp16,window=33,causal=False,batch=2,order=bhsd"
+CAPPED = "m=70,heads=4,kv_heads=2,n=32,dtype=fp32,softcap=2.0"
+
+SCORED.add(
+    "numba-keys-see-one-query-too-many",
+    "high = (query + window) * p.sizes.group - first",
+    "high = (query + window + 1) * p.sizes.group - first",
+    case("attention_backward", "numba", WINDOW),
+)
+SCORED.add(
+    "numba-queries-see-one-key-too-many",
+    "low = key - window + 1\n    low",
+    "low = key - window\n    low",
+    case("attention_backward", "numba", WINDOW),
+    inside="_visible",
+)
+SCORED.add(
+    "numba-window-of-the-future-forgotten",
+    "high = last // group + position + window",
+    "high = last // group + position",
+    case("attention_backward", "numba", BOTH_SIDES),
+)
+SCORED.add(
+    "numba-soft-cap-without-its-derivative",
+    "store(ds, j, load(ds, j, FP32) * slope, FP32)",
+    "store(ds, j, load(ds, j, FP32), FP32)",
+    case("attention_backward", "numba", CAPPED),
+)
+SCORED.add(
+    "triton-queries-of-a-window-end-too-early",
+    "tl.minimum(key + ROWS - 1 + scoring.window - keys + queries, queries)",
+    "tl.minimum(key + scoring.window - keys + queries, queries)",
+    case("attention_backward", "triton", WINDOW),
+)
+SCORED.add(
+    "triton-window-off-by-one",
+    "mask = away < window\n",
+    "mask = away <= window\n",
+    case("attention_backward", "triton", WINDOW),
+    inside="_in_window",
+)
+SCORED.add(
+    "triton-one-side-of-the-window",
+    "mask = mask & (away > -window)",
+    "mask = mask",
+    case("attention_backward", "triton", BOTH_SIDES),
+)
+SCORED.add(
+    "triton-keys-before-the-inner-blocks-skipped",
+    "k_ptr, v_ptr, start, inner, keys, position + rows, scoring,",
+    "k_ptr, v_ptr, inner, inner, keys, position + rows, scoring,",
+    case("attention_backward", "triton", WINDOW),
+)
+SCORED.add(
+    "triton-queries-soft-cap-without-its-derivative",
+    "            ds *= slope\n        dq =",
+    "            ds *= 1.0\n        dq =",
+    case("attention_backward", "triton", CAPPED),
+)
+SCORED.add(
+    "triton-keys-soft-cap-without-its-derivative",
+    "                ds *= slope\n            dk_acc",
+    "                ds *= 1.0\n            dk_acc",
+    case("attention_backward", "triton", CAPPED),
+)
+SCORED.add(
+    "bucket-of-gradients-forgets-the-window",
+    "return Bucket(_exact(call) + options + _window(call), _scaled(call))",
+    "return Bucket(_exact(call) + options, _scaled(call))",
+    "test_attention_scalars.py::test_every_option_has_a_bucket_of_its_own[attention_backward]",
+)
+SCORED.add(
+    "autograd-forgets-the-window",
+    "            window=call.window, softcap=call.softcap,\n        )  # fmt: skip\n    if",
+    "            softcap=call.softcap,\n        )  # fmt: skip\n    if",
+    "test_attention_backward.py::test_autograd_through_the_op_is_that_of_its_reference[{'window': 4}-attention-False]",
+)
+SCORED.add(
+    "sinks-sign",
+    "total -= tl.where(seen, p * delta, 0.0)",
+    "total += tl.where(seen, p * delta, 0.0)",
+    case("attention_sinks_backward", "triton", "m=9,heads=4,n=32,dtype=fp32"),
+)
+SCORED.add(
+    "sinks-of-tokens-of-no-sequence",
+    "if known == NEG_INF:\n                continue",
+    "if False:\n                continue",
+    case("attention_sinks_backward", "numba", "m=0,heads=2,n=32,dtype=fp32,order=thd,lengths=3+17+0+9"),
+)
+SCORED.add(
+    "sinks-without-dlse",
+    "if dlse != 0:\n                delta -= load(address(dlse",
+    "if False:\n                delta -= load(address(dlse",
+    case("attention_sinks_backward", "numba", "m=9,heads=4,n=32,dtype=fp32"),
+)
+SCORED.add(
+    "sinks-have-no-gradient-in-decoding",
+    "any(x is not None and x.requires_grad for x in (q, k, v, sinks))",
+    "any(x is not None and x.requires_grad for x in (q, k, v))",
+    "test_huggingface.py::test_sinks_alone_may_be_trained",
 )

@@ -10,9 +10,11 @@ from tilery.core import policy
 from tilery.core.cases import call_for, specs_for
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
+from tilery.ops.attention import attention as contract
 
-OP = REGISTRY["attention_backward"]
+OP, SINKS = REGISTRY["attention_backward"], REGISTRY["attention_sinks_backward"]
 BACKENDS = ["numba", "triton"]
+EITHER = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def drawn(**params):
@@ -20,11 +22,15 @@ def drawn(**params):
     return OP.inputs(**sizes | params, device=torch.get_default_device(), seed=2)
 
 
-def gradients(call, given, dtype, **more):
-    """Gradients of q, k and v, through autograd, with the case's dout and dlse."""
+def gradients(call, given, dtype, sinks=None, **more):
+    """Gradients of q, k, v and sinks if they are given, through autograd, with the case's dout and dlse."""
     leaves = [given[name].to(dtype).detach().requires_grad_() for name in ("q", "k", "v")]
-    names = ("cu_seqlens_q", "cu_seqlens_k", "causal", "layout", "max_seqlen_q", "max_seqlen_k")
-    made = call(*leaves, **{name: given[name] for name in names} | more)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "causal", "layout", "max_seqlen_q", "max_seqlen_k", "window", "softcap")
+    options = {name: given[name] for name in names} | more
+    if sinks is not None:
+        leaves.append(sinks.to(dtype).detach().requires_grad_())
+        options["sinks"] = leaves[-1]
+    made = call(*leaves[:3], **options)
     outs = made if isinstance(made, tuple) else (made,)
     loss = (outs[0] * given["dout"].to(dtype)).sum()
     if len(outs) > 1:
@@ -36,11 +42,17 @@ def reference(op):
     return lambda *args, **kwargs: op.reference(*op.complete(args, kwargs))
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("name", ["attention", "attention_lse"])
 @pytest.mark.parametrize(
     "params",
     [
         {},
+        {"window": 4},
+        {"m": 70, "keys": 90, "window": 33, "causal": False},
+        {"softcap": 0.5, "heads": 6},
+        {"m": 20, "window": 3, "softcap": 2.0, "order": "bhsd", "batch": 2},
+        {"order": "thd", "lengths": "4:7+0:3+40:35+2:0", "window": 6, "softcap": 1.0},
         {"keys": 20},
         {"m": 20, "keys": 6},  # the first queries see nothing
         {"causal": False, "order": "bhsd", "batch": 2},
@@ -49,10 +61,13 @@ def reference(op):
     ],
     ids=str,
 )
-def test_autograd_through_the_op_is_that_of_its_reference(name, params):
+def test_autograd_through_the_op_is_that_of_its_reference(name, params, with_sinks):
+    """The reference's gradients are torch's own, of float64."""
     op, given = REGISTRY[name], drawn(**params)
-    found = gradients(op, given, torch.float32, scale=0.3)
-    expected = gradients(reference(op), given, torch.float64, scale=0.3)
+    sinks = torch.randn(params.get("heads", 4)) if with_sinks else None
+    found = gradients(op, given, torch.float32, sinks, scale=0.3)
+    expected = gradients(reference(op), given, torch.float64, sinks, scale=0.3)
+    assert len(found) == len(expected) == 3 + with_sinks
     for ours, theirs in zip(found, expected):
         assert (ours - theirs).norm() <= 3e-6 * theirs.norm()
 
@@ -67,11 +82,8 @@ def test_the_lse_alone_has_gradients():
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("window", 3),
-        ("softcap", 2.0),
         ("bias", torch.zeros(1, 1, 9, 9)),
         ("slopes", torch.zeros(4)),
-        ("sinks", torch.zeros(4)),
         ("key_mask", torch.ones(1, 9, dtype=torch.bool)),
     ],
 )
@@ -95,6 +107,65 @@ def test_fp8_has_no_gradients():
     q, k, v = (given.to(torch.float8_e4m3fn).requires_grad_() for given in torch.randn(3, 1, 5, 1, 32))
     with pytest.raises(NoBackward, match="there are no gradients with q_scale, k_scale, v_scale, fp8"):
         tilery.attention(q, k, v, q_scale=torch.ones(1), k_scale=torch.ones(1), v_scale=torch.ones(1))
+
+
+@EITHER
+@pytest.mark.parametrize("params", [{"window": 7}, {"softcap": 0.7}, {"window": 20, "softcap": 3.0, "causal": False}])
+def test_the_backward_is_the_derivative_of_the_forward(params, backend):
+    """By differences, in float64, of the reference alone: what it and the kernels are held to is no slip of both."""
+    given = drawn(m=11, keys=14, n=16, heads=2, kv_heads=1, **params)
+    names = ("scale", "causal", "layout", "window", "softcap")
+    how, leaves = {name: given[name] for name in names}, [given[name].double() for name in ("q", "k", "v")]
+
+    def loss(*tensors):
+        out, lse = reference(REGISTRY["attention_lse"])(*tensors, **how)
+        return (out * given["dout"].double()).sum() + (lse * given["dlse"].double()).sum()
+
+    for i, gradient in enumerate(OP(**given, backend=backend)):
+        away = torch.zeros_like(leaves[i])
+        away[0, 3, 0, 5] = 1e-5
+        up, down = (loss(*(x + sign * away if i == j else x for j, x in enumerate(leaves))) for sign in (1, -1))
+        assert abs((up - down) / 2e-5 - gradient[0, 3, 0, 5]) <= 1e-4 * gradient.abs().max()
+
+
+def test_no_gradient_is_computed_that_nobody_asked_for(monkeypatch):
+    """Of sinks alone, as where all but a model's sinks is frozen; and of all but the sinks."""
+    asked = []
+    for name in ("attention_backward", "attention_sinks_backward"):
+        op = REGISTRY[name]
+        monkeypatch.setattr(contract, name, lambda *a, op=op, **k: asked.append(op.name) or op(*a, **k))
+    given, sinks = drawn(), torch.randn(4, requires_grad=True)
+    q, k, v = (given[name] for name in ("q", "k", "v"))
+    tilery.attention(q, k, v, sinks=sinks).sum().backward()
+    assert asked == ["attention_sinks_backward"] and sinks.grad.any()
+    tilery.attention(q.requires_grad_(), k, v, sinks=sinks.detach()).sum().backward()
+    assert asked[1:] == ["attention_backward"] and q.grad.any()
+
+
+@EITHER
+def test_the_gradient_of_sinks_gives_the_same_bits_for_any_other_heads(backend):
+    given = SINKS.inputs(m=70, heads=3, n=32, batch=2, dtype="fp32", device=torch.get_default_device(), seed=3)
+    found = SINKS(**given, backend=backend)
+    by_head = dict.fromkeys(("dout", "result"), 2) | {"dlse": 1, "lse": 1, "sinks": 0}
+    one = {name: given[name].narrow(dim, 1, 1).contiguous() for name, dim in by_head.items()}
+    assert torch.equal(SINKS(**one, backend=backend), found[1:2])
+
+
+@EITHER
+def test_keys_outside_of_a_window_are_not_read(backend):
+    """So that a long sequence costs what its window does: NaN there would come through."""
+    given = drawn(m=300, n=16, heads=2, kv_heads=1, window=10, order="thd", lengths="5:300")
+    given["k"][:200] = given["v"][:200] = float("nan")
+    dq, dk, dv = OP(**given, backend=backend)
+    assert dq.isfinite().all() and dk[200:].isfinite().all() and dv[200:].isfinite().all()
+
+
+@EITHER
+def test_queries_outside_of_a_window_are_not_read(backend):
+    given = drawn(m=300, n=16, heads=2, kv_heads=1, window=10)
+    given["q"][:, 200:] = given["dout"][:, 200:] = float("nan")
+    _, dk, dv = OP(**given, backend=backend)
+    assert dk[:, :60].isfinite().all() and dv[:, :60].isfinite().all() and dk[:, :60].any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -126,11 +197,27 @@ def test_logits_of_ten_thousand_have_finite_gradients(backend):
         ({"lse": torch.zeros(1, 9, 4)}, r"lse must be fp32\[1, 4, 9\] and contiguous"),
         ({"dlse": torch.zeros(1, 4, 9).double()}, r"dlse must be fp32\[1, 4, 9\] and contiguous"),
         ({"max_seqlen_q": 9}, "cu_seqlens_q and max_seqlen_q are for layout 'thd'"),
+        ({"window": -1}, "window must be 0"),
+        ({"softcap": -1.0}, "softcap must be 0"),
     ],
 )
 def test_refuses_in_a_sentence(change, says):
     with pytest.raises(BadInput, match=says):
         OP(**drawn() | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"sinks": torch.zeros(3)}, r"sinks must be fp32\[4\], one for each head of q"),
+        ({"lse": torch.zeros(1, 9, 4)}, r"lse must be fp32\[1, 4, 9\] and contiguous"),
+        ({"result": torch.zeros(1, 9, 4, 32).half()}, r"result must be fp32\[1, 9, 4, 32\], got fp16"),
+        ({"layout": "sbhd"}, "layout must be one of bshd, bhsd, thd"),
+    ],
+)
+def test_the_gradient_of_sinks_refuses_in_a_sentence(change, says):
+    with pytest.raises(BadInput, match=says):
+        SINKS(**SINKS.inputs(m=9, heads=4, n=32, dtype="fp32", device="cpu") | change)
 
 
 def test_the_reference_holds_the_scores_of_one_key_head_at_a_time(monkeypatch):

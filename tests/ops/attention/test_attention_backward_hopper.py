@@ -60,6 +60,8 @@ def config_with(problem, of_keys, tile):
         ({"dtype": "fp32"}, "multiplies fp16 and bf16 alone, got fp32"),
         ({"n": 192}, "must be of one size, multiples of 16 up to 128, got 192 and 192"),
         ({"n": 128, "value": 64}, "must be of one size, multiples of 16 up to 128, got 128 and 64"),
+        ({"window": 40}, "takes neither window nor softcap, got window 40 and softcap 0.0"),
+        ({"softcap": 20.0}, "takes neither window nor softcap, got window 0 and softcap 20.0"),
         ({"layout": "misaligned"}, "q must start at a multiple of 16 bytes"),
     ],
     ids=str,

@@ -23,7 +23,7 @@ SMALL = {
     "mla": {"m": 20, "nope": 16, "rope": 16, "value": 16},
     "mla_decode": {"m": 2, "context": 40, "heads": 2, "latent": 16, "rope": 16, "block_size": 16},
 }
-WINDOWED = ("attention", "attention_lse", "attention_decode", "attention_chunked")
+WINDOWED = ("attention", "attention_lse", "attention_backward", "attention_decode", "attention_chunked")
 
 
 def drawn(name, **more):
@@ -120,7 +120,14 @@ OPTIONS = {
     "mla_decode": [{"block_size": 0}, {"block_size": 64}, {"queries": 3}],
 }
 OPTIONS["attention_lse"] = OPTIONS["attention"]
-OPTIONS["attention_backward"] = [{"causal": False}, {"order": "bhsd"}, {"order": "thd", "lengths": "20"}]
+OPTIONS["attention_backward"] = [
+    {"softcap": 3.0},
+    {"window": 7},
+    {"window": 8},
+    {"causal": False},
+    {"order": "bhsd"},
+    {"order": "thd", "lengths": "20"},
+]
 
 
 def bucket(name, **more):

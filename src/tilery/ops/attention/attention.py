@@ -5,13 +5,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilery.base.errors import require
 from tilery.base.spec import Bucket, Cost, TensorSpec, dtype_name
 from tilery.core.op import Op, op
 from tilery.core.peers import baselines
 from tilery.ops.attention import backward_cases, cases, peers, reference
+from tilery.ops.attention.attention_sinks_backward import attention_sinks_backward
 from tilery.ops.attention.call import AttentionCall, BackwardCall
-from tilery.ops.attention.checks import check, check_packed, check_qkv, check_scale
+from tilery.ops.attention.checks import (
+    check,
+    check_packed,
+    check_qkv,
+    check_results,
+    check_scale,
+    check_softcap,
+    check_window,
+    lse_spec,
+)
 from tilery.ops.attention.indices import require_packed
 from tilery.ops.rope import heads
 
@@ -21,9 +30,7 @@ ALLOWED = {torch.float32: 5e-6, torch.float16: 6e-4, torch.bfloat16: 4e-3}
 _ALLOWED_FP8 = {torch.float32: 1e-3, torch.bfloat16: 4e-3}
 # Probabilities and gradients of scores are rounded to q's dtype before they are multiplied, and the sums once more.
 _ALLOWED_BACKWARD = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-_WITHOUT_GRADIENTS = (
-    "key_mask", "bias", "slopes", "sinks", "q_scale", "k_scale", "v_scale", "effective_window", "softcap",
-)  # fmt: skip
+_WITHOUT_GRADIENTS = "key_mask", "bias", "slopes", "q_scale", "k_scale", "v_scale"
 
 
 def model_sizes(model: Any) -> list[dict[str, int]]:
@@ -48,23 +55,9 @@ def check_backward(call: BackwardCall) -> None:
     heads.check_heads("q", call.q, call.layout)
     check_qkv(call)
     check_packed(call)
-    shape, dtype = (*call.q.shape[:-1], call.value_dim), call.q.dtype
-    for name in ("dout", "result"):
-        x = getattr(call, name)
-        heads.check_heads(name, x, call.layout)
-        fits = tuple(x.shape) == shape and x.dtype == dtype
-        require(fits, f"{name} must be {dtype_name(dtype)}{list(shape)}, got {dtype_name(x.dtype)}{list(x.shape)}")
-    want = _lse_spec(call)
-    for name, sums in (("lse", call.lse), ("dlse", call.dlse)):
-        if sums is not None:
-            even = all(size <= 1 or a == b for size, a, b in zip(sums.shape, sums.strides, want.strides))
-            fits = sums.dtype == want.dtype and sums.shape == want.shape and even
-            require(fits, f"{name} must be fp32{list(want.shape)} and contiguous, got {sums}")
-
-
-def _lse_spec(call: AttentionCall) -> TensorSpec:
-    shape = (call.heads, call.tokens) if call.packed else (call.batch, call.heads, call.tokens)
-    return TensorSpec.contiguous(shape, torch.float32, call.q.device)
+    check_window(call.window)
+    check_softcap(call.softcap)
+    check_results(call)
 
 
 def backward_outputs(call: BackwardCall) -> dict[str, TensorSpec]:
@@ -79,7 +72,8 @@ def backward_cost(call: BackwardCall) -> Cost:
 
 
 def backward_bucket(call: BackwardCall) -> Bucket:
-    return Bucket(_exact(call) + (",causal" if call.causal else ""), _scaled(call))
+    options = (",causal" if call.causal else "") + (",softcap" if call.softcap else "")
+    return Bucket(_exact(call) + options + _window(call), _scaled(call))
 
 
 @op(
@@ -97,17 +91,20 @@ def backward_bucket(call: BackwardCall) -> Bucket:
 def attention_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Tensor, lse: Tensor,
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, scale: float | None = None,
-    causal: bool = False, layout: str = "bshd", max_seqlen_q: int = 0, max_seqlen_k: int = 0,
+    causal: bool = False, layout: str = "bshd", max_seqlen_q: int = 0, max_seqlen_k: int = 0, window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of attention_lse, which gave result and lse: dq = scale · dS k, dk = scale · dSᵀ q, dv = Pᵀ dout.
 
-    P = exp(scores - lse) are the probabilities, dS = P · (dout vᵀ - sum(dout · result) + dlse) the gradients of scores.
-    Heads that share a key add up. dlse None is zero; tokens of no sequence have zero, those of an invalid sequence NaN,
-    as in attention. Other arguments are attention's.
+    P = exp(scores - lse) are the probabilities, dS = P · (dout vᵀ - sum(dout · result) + dlse) the gradients of scores,
+    which a soft cap multiplies by 1 - (score / softcap)². Heads that share a key add up. dlse None is zero; tokens of
+    no sequence have zero, those of an invalid sequence NaN, as in attention. Other arguments are attention's; sinks are
+    in the lse, and attention_sinks_backward has their gradient.
     """
     return reference.attention_backward(
-        dout, dlse, q, k, v, result, lse, cu_seqlens_q, cu_seqlens_k, scale, causal, layout, max_seqlen_q, max_seqlen_k
-    )
+        dout, dlse, q, k, v, result, lse, cu_seqlens_q, cu_seqlens_k, scale, causal, layout, max_seqlen_q,
+        max_seqlen_k, window, softcap,
+    )  # fmt: skip
 
 
 # Forward
@@ -119,7 +116,7 @@ def outputs(call: AttentionCall) -> dict[str, TensorSpec]:
 
 
 def outputs_lse(call: AttentionCall) -> dict[str, TensorSpec]:
-    return outputs(call) | {"lse": _lse_spec(call)}
+    return outputs(call) | {"lse": lse_spec(call)}
 
 
 def cost(call: AttentionCall) -> Cost:
@@ -129,7 +126,7 @@ def cost(call: AttentionCall) -> Cost:
 
 def cost_lse(call: AttentionCall) -> Cost:
     flops, read, written = cost(call)
-    return Cost(flops, read, written + _lse_spec(call).nbytes)
+    return Cost(flops, read, written + lse_spec(call).nbytes)
 
 
 def bucket(call: AttentionCall) -> Bucket:
@@ -137,13 +134,17 @@ def bucket(call: AttentionCall) -> Bucket:
         "causal": call.causal, "softcap": call.softcap, "mask": call.key_mask, "bias": call.bias,
         "slopes": call.slopes, "sinks": call.sinks,
     }  # fmt: skip
-    window = f",window={call.effective_window}" if call.effective_window else ""
-    return Bucket(_exact(call) + "".join(f",{name}" for name, on in options.items() if on) + window, _scaled(call))
+    given = "".join(f",{name}" for name, on in options.items() if on)
+    return Bucket(_exact(call) + given + _window(call), _scaled(call))
 
 
 def _exact(call: AttentionCall) -> str:
     sizes = f"q={call.heads},k={call.kv_heads},d={call.head_dim},e={call.value_dim}"
     return f"{sizes},{dtype_name(call.q.dtype)},{call.layout}"
+
+
+def _window(call: AttentionCall) -> str:
+    return f",window={call.effective_window}" if call.effective_window else ""
 
 
 def _scaled(call: AttentionCall) -> dict[str, int]:
@@ -156,32 +157,37 @@ def allowed(call: AttentionCall) -> dict[torch.dtype, float]:
 
 def backward_refusal(call: Any) -> str | None:
     """The options that the backward does not have."""
-    asked = {name.removeprefix("effective_"): getattr(call, name) for name in _WITHOUT_GRADIENTS}
-    given = [name for name, value in asked.items() if isinstance(value, Tensor) or value]
+    given = [name for name in _WITHOUT_GRADIENTS if getattr(call, name) is not None]
     given += ["fp8"] if call.is_fp8 else []
     if not given:
         return None
-    known = "causal masks, heads that share keys and packed sequences alone"
+    known = "causal masks, windows, soft caps, sinks, heads that share keys and packed sequences"
     return f"there are no gradients with {', '.join(given)}, its backward knows {known}"
 
 
-def _gradients(call: Any, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> dict[str, Tensor]:
-    dq, dk, dv = attention_backward(
-        torch.zeros_like(out) if dout is None else dout, dlse, call.q, call.k, call.v, out, lse,
-        call.cu_seqlens_q, call.cu_seqlens_k, scale=call.scale, causal=call.causal, layout=call.layout,
-        max_seqlen_q=call.max_seqlen_q, max_seqlen_k=call.max_seqlen_k,
-    )  # fmt: skip
-    return {"q": dq, "k": dk, "v": dv}
+def _gradients(
+    call: Any, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, needed: frozenset[str]
+) -> dict[str, Tensor]:
+    dout, found = torch.zeros_like(out) if dout is None else dout, {}
+    if needed & {"q", "k", "v"}:
+        found["q"], found["k"], found["v"] = attention_backward(
+            dout, dlse, call.q, call.k, call.v, out, lse, call.cu_seqlens_q, call.cu_seqlens_k, scale=call.scale,
+            causal=call.causal, layout=call.layout, max_seqlen_q=call.max_seqlen_q, max_seqlen_k=call.max_seqlen_k,
+            window=call.window, softcap=call.softcap,
+        )  # fmt: skip
+    if "sinks" in needed:
+        found["sinks"] = attention_sinks_backward(dout, dlse, out, lse, call.sinks, call.layout)
+    return found
 
 
 def _backward_lse(call: Any, grads: Any) -> dict[str, Tensor]:
-    return _gradients(call, call.out, call.lse, grads.out, grads.lse)
+    return _gradients(call, call.out, call.lse, grads.out, grads.lse, grads.needed)
 
 
 def _backward(call: Any, grads: Any) -> dict[str, Tensor]:
     """The lse was not kept: it is computed again."""
     out, lse = attention_lse(*(getattr(call, name) for name in attention_lse.names))
-    return _gradients(call, out, lse, grads.out, None)
+    return _gradients(call, out, lse, grads.out, None, grads.needed)
 
 
 @op(
@@ -243,7 +249,7 @@ def attention(
     than that. Scores are softcap · tanh(score / softcap) where it is not 0; then slopes [H] times (key - position) and
     bias [1 or B, 1 or H, S, T] are added. key_mask [B, T] is True for keys that are seen; sinks [H] are scores without
     a value. fp8 takes fp32 scales [1] and gives bf16. A query that sees nothing gives zeros.
-    A backward computes attention_lse again for the lse; it knows neither windows nor what is added to scores.
+    A backward computes attention_lse again for the lse; it knows neither key_mask nor what is added to scores.
     """
     return reference.attention_lse(
         q, k, v, cu_seqlens_q, cu_seqlens_k, key_mask, bias, slopes, sinks, q_scale, k_scale, v_scale,

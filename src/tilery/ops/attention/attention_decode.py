@@ -18,13 +18,19 @@ from tilery.ops.attention.paged import MAX_QUERIES
 from tilery.ops.attention.paged_cases import decode_cases, decode_inputs
 
 
-def check(call: PagedCall) -> None:
+def check_tokens(call: PagedCall) -> int:
+    """Queries of sequences with a few tokens each; how many sequences there are."""
     paged.check_queries(call.q, "[B, Q, H, D]")
     sequences, queries = call.q.shape[:2]
     require(
         1 <= queries <= MAX_QUERIES,
         f"q [B, Q, H, D] must have 1 to {MAX_QUERIES} query tokens, got {queries}; attention_chunked takes more",
     )
+    return sequences
+
+
+def check(call: PagedCall) -> None:
+    sequences = check_tokens(call)
     paged.check_cache(call, sequences)
     paged.check_int32("lengths", call.lengths, (sequences,), "[sequences]")
     paged.check_scoring(call)

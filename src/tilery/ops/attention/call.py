@@ -96,6 +96,7 @@ class AttentionCall(_HeadsCall):
     scale: Scalar
     causal: bool
     window: int
+    softcap: float
     layout: str
     max_seqlen_q: int
     max_seqlen_k: int
@@ -186,13 +187,31 @@ class UnwindowedCall(AttentionCall):
         return 0
 
 
-class BackwardCall(UnwindowedCall):
+class BackwardCall(AttentionCall):
     """A call of attention_backward."""
 
     @property
     def lse_strides(self) -> Strides:
         """Strides of lse, dlse and what is kept beside them: [B, H, S], packed [H, T]."""
         return Strides(0 if self.packed else self.heads * self.tokens, 1, self.tokens)
+
+
+class SinksBackwardCall(BackwardCall):
+    """A call of attention_sinks_backward: it has dout where others have queries, and packed tokens are one sequence."""
+
+    dout: TensorSpec
+
+    @property
+    def q(self) -> TensorSpec:  # type: ignore[override]
+        return self.dout
+
+    @property
+    def value_dim(self) -> int:
+        return self.dout.shape[-1]
+
+    @property
+    def batch(self) -> int:
+        return 1 if self.packed else self.dout.shape[0]
 
 
 class MlaCall(UnwindowedCall):
@@ -221,6 +240,11 @@ class PagedCall(_HeadsCall):
     scale: Scalar
     window: int
     max_seqlen_q: int  # of attention_chunked
+
+    @property
+    def causal(self) -> bool:
+        """Whether the last query is at the last key; if not, all queries see all keys."""
+        return True
 
     @property
     def cu_seqlens_q(self) -> Any:

@@ -6,7 +6,8 @@ import torch
 
 from tilery.base.errors import BadInput, require
 from tilery.base.spec import TensorSpec, dtype_name
-from tilery.ops.attention.call import FP8, LAYOUTS, AttentionCall
+from tilery.ops.attention.call import FP8, LAYOUTS, AttentionCall, BackwardCall
+from tilery.ops.rope import heads
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -22,7 +23,7 @@ def check(call: AttentionCall) -> None:
     for name in ("q_scale", "k_scale", "v_scale"):
         _check_fp8_scale(name, getattr(call, name), call.q)
     for name in ("slopes", "sinks"):
-        _check_per_head(name, getattr(call, name), call.heads)
+        check_per_head(name, getattr(call, name), call.heads)
     for name in ("key_mask", "bias"):
         given = getattr(call, name) is not None
         require(not given or not call.packed, f"{name} is for layouts bshd and bhsd, got it with layout 'thd'")
@@ -79,6 +80,27 @@ def check_qkv(call: AttentionCall) -> None:
     require(grouped, f"q's heads must be a multiple of k's, got {call.heads} and {call.kv_heads}")
 
 
+def lse_spec(call: AttentionCall) -> TensorSpec:
+    shape = (call.heads, call.tokens) if call.packed else (call.batch, call.heads, call.tokens)
+    return TensorSpec.contiguous(shape, torch.float32, call.q.device)
+
+
+def check_results(call: BackwardCall) -> None:
+    """What a backward is given of the forward, and gradients of that."""
+    shape, dtype = (*call.q.shape[:-1], call.value_dim), call.q.dtype
+    for name in ("dout", "result"):
+        x = getattr(call, name)
+        heads.check_heads(name, x, call.layout)
+        fits = tuple(x.shape) == shape and x.dtype == dtype
+        require(fits, f"{name} must be {dtype_name(dtype)}{list(shape)}, got {dtype_name(x.dtype)}{list(x.shape)}")
+    want = lse_spec(call)
+    for name, sums in (("lse", call.lse), ("dlse", call.dlse)):
+        if sums is not None:
+            even = all(size <= 1 or a == b for size, a, b in zip(sums.shape, sums.strides, want.strides))
+            fits = sums.dtype == want.dtype and sums.shape == want.shape and even
+            require(fits, f"{name} must be fp32{list(want.shape)} and contiguous, got {sums}")
+
+
 def check_packed(call: AttentionCall) -> None:
     """The ends of packed sequences, cu_seqlens, and the bounds of their lengths."""
     q, k = call.cu_seqlens_q, call.cu_seqlens_k
@@ -108,7 +130,7 @@ def _check_fp8_scale(name: str, scale: TensorSpec | None, q: TensorSpec) -> None
     require(fits, f"{name} must be fp32[1] for tensors of {dtype_name(q.dtype)}, got {came}")
 
 
-def _check_per_head(name: str, x: TensorSpec | None, heads: int) -> None:
+def check_per_head(name: str, x: TensorSpec | None, heads: int) -> None:
     if x is not None:
         fits = x.dtype == torch.float32 and tuple(x.shape) == (heads,) and (heads <= 1 or x.stride(0) == 1)
         require(fits, f"{name} must be fp32[{heads}], one for each head of q, and contiguous, got {_said(x)}")

@@ -46,13 +46,14 @@ def require_packed(
 
 
 def require_pages(
-    lengths: Tensor, table: Tensor | None, cache: Tensor, max_keys: int, queries: int | Tensor, window: int = 0
-) -> None:
+    lengths: Tensor, table: Tensor | None, cache: Tensor, max_keys: int, queries: int | Tensor, window: int = 0,
+    names: tuple[str, str] = ("lengths", "block_table"),
+) -> None:  # fmt: skip
     """Raise BadInput for a length outside of 0 to `max_keys`, or for a page that is read and is not in the cache.
 
     `queries` are the query tokens, of every sequence or of each; pages that none of them sees may be anything.
     """
-    require_between("lengths", lengths, 0, max_keys)
+    require_between(names[0], lengths, 0, max_keys)
     if table is None:
         return
     page, count = cache.shape[1], torch.as_tensor(queries, device=lengths.device).expand_as(lengths)
@@ -60,7 +61,7 @@ def require_pages(
     first = (lengths - count - window + 1).clamp(min=0) if window else torch.zeros_like(lengths)
     read = (start < lengths[:, None]) & (start + page > first[:, None]) & (count > 0)[:, None]
     if read.any():
-        require_between("block_table", torch.where(read, table, 0), 0, cache.shape[0] - 1)
+        require_between(names[1], torch.where(read, table, 0), 0, cache.shape[0] - 1)
 
 
 def fill_without_keys(out: Tensor, lse: Tensor | None, lengths: Tensor, max_keys: int) -> None:

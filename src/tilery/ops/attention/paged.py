@@ -87,7 +87,7 @@ def in_order(cache: Tensor, pages: Tensor, missing: float) -> Tensor:
     return values.masked_fill(~there.view(-1, *[1] * (cache.dim() - 1)), missing).view(shape)
 
 
-def _read(
+def read(
     cache: Tensor, b: int, length: int, block_table: Tensor | None, scale: Tensor | None, dtype: Any, missing: float
 ) -> Tensor:
     """[length, kv_heads, D] of sequence b, as before they were stored; `missing` where a page is not there."""
@@ -109,8 +109,8 @@ def attend_sequence(
     most = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     if not 0 <= length <= most:
         return torch.full_like(q, torch.nan)
-    k = _read(k_cache, b, length, block_table, k_scale, q.dtype, torch.nan)
-    v = _read(v_cache, b, length, block_table, v_scale, q.dtype, 0.0)
+    k = read(k_cache, b, length, block_table, k_scale, q.dtype, torch.nan)
+    v = read(v_cache, b, length, block_table, v_scale, q.dtype, 0.0)
     return attend(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal=True, **how)[0]
 
 

@@ -27,7 +27,7 @@ _LAYOUTS = ("contiguous", "padded", "misaligned", "far", "together")
 # Caches
 
 
-def _cache(
+def draw_cache(
     lengths: list[int], keys: int, kv_heads: int, size: int, kind: torch.dtype, block_size: int, layout: str, g: Any,
     scattered: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
@@ -77,26 +77,26 @@ def _laid(shape: tuple[int, ...], kind: torch.dtype, layout: str, g: Any) -> tup
     return k, v
 
 
-def _scales(format: str, per: str, kv_heads: int, g: Any) -> list[Tensor | None]:
+def draw_scales(format: str, per: str, kv_heads: int, g: Any) -> list[Tensor | None]:
     if format == "none":
         return [None, None]
     return [torch.rand(1 if per == "tensor" else kv_heads, generator=g, device=g.device) + 0.5 for _ in range(2)]
 
 
-def _sinks(sinks: bool, heads: int, g: Any) -> Tensor | None:
+def draw_sinks(sinks: bool, heads: int, g: Any) -> Tensor | None:
     return torch.randn(heads, generator=g, device=g.device) if sinks else None
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
     """3+0+5 as a list of numbers."""
     return [int(part) for part in text.split("+")]
 
 
-def _integers(values: list[int], g: Any) -> Tensor:
+def integers(values: list[int], g: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=g.device)
 
 
-def _queries(shape: tuple[int, ...], dtype: str, layout: str, g: Any) -> Tensor:
+def draw_queries(shape: tuple[int, ...], dtype: str, layout: str, g: Any) -> Tensor:
     """[.., H, D]; where the layout is not contiguous, a view of a model's qkv."""
     *most, heads, size = shape
     wide = heads if layout == "contiguous" else heads + 2
@@ -121,17 +121,17 @@ def decode_inputs(
     `wrong` entries (cases.write_wrong) are those of lengths, l, and of the table, t.
     """
     g = random.generator(seed, device)
-    long = _numbers(lengths) if lengths else [keys] * m
+    long = numbers(lengths) if lengths else [keys] * m
     require(len(long) == m and max(long, default=0) <= keys, f"lengths must be {m} of up to {keys}, got {lengths!r}")
     kind = random.dtype_of(dtype if format == "none" else format)
-    k, v, table = _cache(long, keys, kv_heads, n, kind, block_size, layout, g)
-    k_scale, v_scale = _scales(format, per, kv_heads, g)
-    held = _integers(long, g)
+    k, v, table = draw_cache(long, keys, kv_heads, n, kind, block_size, layout, g)
+    k_scale, v_scale = draw_scales(format, per, kv_heads, g)
+    held = integers(long, g)
     write_wrong(wrong, l=held, t=table)
     return {
-        "q": _queries((m, queries, heads, n), dtype, layout, g), "k_cache": k, "v_cache": v,
+        "q": draw_queries((m, queries, heads, n), dtype, layout, g), "k_cache": k, "v_cache": v,
         "lengths": held, "block_table": table,
-        "k_scale": k_scale, "v_scale": v_scale, "sinks": _sinks(sinks, heads, g),
+        "k_scale": k_scale, "v_scale": v_scale, "sinks": draw_sinks(sinks, heads, g),
         "scale": scale or None, "window": window, "softcap": softcap,
     }  # fmt: skip
 
@@ -216,19 +216,19 @@ def chunked_inputs(
     `wrong` entries (cases.write_wrong) are those of cu_seqlens_q, q, of lengths, l, and of the table, t.
     """
     g = random.generator(seed, device)
-    parts = _numbers(chunks) if chunks else [m]
-    long = _numbers(lengths) if lengths else [keys] * len(parts)
+    parts = numbers(chunks) if chunks else [m]
+    long = numbers(lengths) if lengths else [keys] * len(parts)
     require(sum(parts) == m, f"chunks must be {m} tokens in all, got {chunks!r}")
     require(len(long) == len(parts) and max(long) <= keys, f"lengths must be {len(parts)} of up to {keys}")
     kind = random.dtype_of(dtype if format == "none" else format)
-    k, v, table = _cache(long, keys, kv_heads, n, kind, block_size, layout, g, scattered)
-    k_scale, v_scale = _scales(format, per, kv_heads, g)
-    edges, held = _integers([*accumulate(parts, initial=0)], g), _integers(long, g)
+    k, v, table = draw_cache(long, keys, kv_heads, n, kind, block_size, layout, g, scattered)
+    k_scale, v_scale = draw_scales(format, per, kv_heads, g)
+    edges, held = integers([*accumulate(parts, initial=0)], g), integers(long, g)
     write_wrong(wrong, q=edges, l=held, t=table)
     return {
-        "q": _queries((m, heads, n), dtype, layout, g), "k_cache": k, "v_cache": v,
+        "q": draw_queries((m, heads, n), dtype, layout, g), "k_cache": k, "v_cache": v,
         "cu_seqlens_q": edges, "lengths": held, "block_table": table,
-        "k_scale": k_scale, "v_scale": v_scale, "sinks": _sinks(sinks, heads, g),
+        "k_scale": k_scale, "v_scale": v_scale, "sinks": draw_sinks(sinks, heads, g),
         "scale": scale or None, "window": window, "softcap": softcap, "max_seqlen_q": max(parts) if bounded else 0,
     }  # fmt: skip
 

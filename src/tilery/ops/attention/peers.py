@@ -138,13 +138,15 @@ def _window_mask(queries: int, keys: int, window: int, causal: bool, where: torc
 def torch_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Tensor, lse: Tensor,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, scale: float | None, causal: bool, layout: str,
-    max_seqlen_q: int, max_seqlen_k: int,
+    max_seqlen_q: int, max_seqlen_k: int, window: int, softcap: float,
 ) -> Any:  # fmt: skip
     """FlashAttention-2 as torch has it, from what a forward saved; its own for a CPU takes a key for every head."""
     given = [x if layout == "bhsd" else x.transpose(1, 2) for x in (dout, q, k, v, result)]
     queries, keys = given[1].shape[2], given[2].shape[2]
     if dlse is not None or cu_seqlens_q is not None or (causal and queries != keys):
         raise NotImplementedError("torch's backward has no gradient of lse, no packed sequences and no longer keys")
+    if window or softcap:
+        raise NotImplementedError("torch's backward has neither windows nor soft caps")
     if q.is_cuda:
         backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
         none = torch.empty(0, dtype=torch.int64, device=q.device)

@@ -42,15 +42,11 @@ def _attend_group(
     scores = torch.einsum("shd,td->hst", q, k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    position = torch.arange(queries, device=q.device).unsqueeze(1) + keys - queries
-    key = torch.arange(keys, device=q.device)
     if slopes is not None:
-        scores = scores + slopes.to(q.dtype)[:, None, None] * (key - position)
+        scores = scores - slopes.to(q.dtype)[:, None, None] * _apart(queries, keys, q.device)
     if bias is not None:
         scores = scores + bias
-    visible = key <= position if causal else torch.ones_like(key <= position)
-    if window:
-        visible = visible & ((position - key).abs() < window)
+    visible = _visible(queries, keys, causal, window, q.device)
     if key_mask is not None:
         visible = visible & key_mask
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -59,6 +55,18 @@ def _attend_group(
         lse = torch.logaddexp(lse, sinks.to(q.dtype)[:, None])
     p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
     return torch.einsum("hst,te->she", p, v), lse
+
+
+def _apart(queries: int, keys: int, where: torch.device) -> Tensor:
+    """Positions of queries less those of keys [S, T]: the last query is at the last key."""
+    return torch.arange(queries, device=where).unsqueeze(1) + keys - queries - torch.arange(keys, device=where)
+
+
+def _visible(queries: int, keys: int, causal: bool, window: int, where: torch.device) -> Tensor:
+    """Which keys each query sees [S, T]."""
+    apart = _apart(queries, keys, where)
+    visible = apart >= 0 if causal else torch.ones_like(apart, dtype=torch.bool)
+    return visible & (apart.abs() < window) if window else visible
 
 
 def attention_lse(
@@ -105,10 +113,10 @@ def _bias_of(bias: Tensor | None, sequence: int) -> Tensor | None:
 def attention_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, scale: float | None, causal: bool, layout: str,
-    max_seqlen_q: int, max_seqlen_k: int,
+    max_seqlen_q: int, max_seqlen_k: int, window: int, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv of all sequences; packed tokens of no sequence have zero, those of an invalid one NaN."""
-    how = q.shape[-1] ** -0.5 if scale is None else scale, causal
+    how = q.shape[-1] ** -0.5 if scale is None else scale, causal, window, softcap
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for mine, keys in zip(spans(cu_seqlens_q, len(q), max_seqlen_q), spans(cu_seqlens_k, len(k), max_seqlen_k)):
@@ -131,30 +139,32 @@ def attention_backward(
 
 def _gradients(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
-    causal: bool,
+    causal: bool, window: int, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One sequence: q [S, H, D], k [T, G, D], v [T, G, E], lse [H, S]; keys one head after another, for memory."""
     size, made = q.shape[1] // k.shape[1], []
     for head in range(k.shape[1]):
         g = slice(head * size, (head + 1) * size)
         given = dout[:, g], None if dlse is None else dlse[g], q[:, g], k[:, head], v[:, head], out[:, g], lse[g]
-        made.append(_group_gradients(*given, scale, causal))
+        made.append(_group_gradients(*given, scale, causal, window, softcap))
     dq, dk, dv = zip(*made)
     return torch.cat(dq, 1), torch.stack(dk, 1), torch.stack(dv, 1)
 
 
 def _group_gradients(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
-    causal: bool,
+    causal: bool, window: int, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`_gradients` for the heads that share k [T, D] and v [T, E]."""
     queries, keys = q.shape[0], k.shape[0]
     scores = torch.einsum("shd,td->hst", q, k) * scale
-    if causal:
-        position = torch.arange(queries, device=q.device).unsqueeze(1) + keys - queries
-        scores = scores.masked_fill(torch.arange(keys, device=q.device) > position, -torch.inf)
+    slope: Any = scale
+    if softcap:
+        tanh = torch.tanh(scores / softcap)
+        scores, slope = softcap * tanh, scale * (1 - tanh.square())
+    scores = scores.masked_fill(~_visible(queries, keys, causal, window, q.device), -torch.inf)
     p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1)).to(q.dtype)
     delta = (dout * out).sum(-1).t() - (0 if dlse is None else dlse)
-    ds = p * (torch.einsum("she,te->hst", dout, v) - delta.unsqueeze(-1)).to(q.dtype) * scale
+    ds = p * (torch.einsum("she,te->hst", dout, v) - delta.unsqueeze(-1)).to(q.dtype) * slope
     dk, dv = torch.einsum("hst,shd->td", ds, q), torch.einsum("hst,she->te", p, dout)
     return torch.einsum("hst,td->shd", ds, k), dk, dv

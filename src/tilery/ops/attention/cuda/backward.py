@@ -52,6 +52,8 @@ class AttentionBackward(Kernel):
     def refusal(self, call: BackwardCall, config: Config | None = None) -> str | None:
         if call.q.dtype not in (torch.float16, torch.bfloat16):
             return f"multiplies fp16 and bf16 alone, got {dtype_name(call.q.dtype)}"
+        if call.effective_window or call.softcap > 0:
+            return f"takes neither window nor softcap, got window {call.window} and softcap {call.softcap}"
         if call.head_dim != call.value_dim or call.head_dim > _MAX_HEAD or call.head_dim % 16:
             sizes = f"multiples of 16 up to {_MAX_HEAD}"
             return f"heads of keys and values must be of one size, {sizes}, got {call.head_dim} and {call.value_dim}"

@@ -12,7 +12,8 @@ from tilery.languages import numba_elements
 from tilery.languages.numba_elements import ROWS
 from tilery.languages.numba_glue import threads
 from tilery.ops.attention.call import BackwardCall
-from tilery.ops.attention.numba.backward_kernel import Sizes, Strides, Tensors, backward_kernel, buffer_floats
+from tilery.ops.attention.numba.backward_arguments import Sizes, Strides, Tensors, buffer_floats
+from tilery.ops.attention.numba.backward_kernel import backward_kernel
 from tilery.ops.attention.numba.products import DTYPE_CODES
 
 _PARALLEL = 2**18  # multiplications from which on the other cores are woken
@@ -64,13 +65,13 @@ class AttentionBackward(Kernel):
             batch=call.batch, kv_heads=call.kv_heads, group=call.group, queries=call.queries, keys=call.keys,
             head=call.head_dim, value=call.value_dim, packed=call.tokens if call.packed else 0,
             packed_keys=call.key_tokens if call.packed else 0, causal=int(call.causal),
-            dtype=DTYPE_CODES[call.q.dtype],
+            window=call.effective_window, dtype=DTYPE_CODES[call.q.dtype],
         )  # fmt: skip
         args = {
             "memory": call.memory, "pitch": call.memory.shape[1], "rows": config.rows,
             "tensors": tuple(0 if x is None else x for x in tensors),
             "strides": tuple(step for steps in strides for step in steps), "sizes": tuple(sizes),
-            "scale": call.softmax_scale,
+            "scale": call.softmax_scale, "softcap": float(call.softcap),
         }  # fmt: skip
         return [Launch(backward_kernel, 1, args, options={"parallel": config.parallel})]
 

@@ -4,14 +4,13 @@ P is computed for both sides, so that no two cores add to one sum: every run giv
 share a key are rows of one block: row r is head r % group of token r // group.
 """
 
-from typing import Any, NamedTuple
-
 import numpy as np
 from numba import prange
 
 from tilery.languages.numba_elements import FP32, at, exp, f32, load, store
 from tilery.languages.numba_glue import jit, kernel
-from tilery.ops.attention.numba.blocks import NAN, address, packed_end, packed_span
+from tilery.ops.attention.numba.backward_arguments import Arguments, Side, Sizes, Strides, Tensors, core_buffers
+from tilery.ops.attention.numba.blocks import NAN, address, packed_end, packed_span, tanh
 from tilery.ops.attention.numba.products import (
     BLOCK,
     add_product,
@@ -21,121 +20,10 @@ from tilery.ops.attention.numba.products import (
     pack_left_row,
     pack_right_column,
     pack_right_row,
-    padded,
     padded_size,
     store_product,
     widen,
 )
-
-_Steps = tuple[int, int, int]
-
-
-class Tensors(NamedTuple):
-    """Inside of the kernel their addresses, 0 for what is not there."""
-
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    dout: Any
-    lse: Any
-    dlse: Any
-    dq: Any
-    dk: Any
-    dv: Any
-    cu_q: Any
-    cu_k: Any
-
-
-class Strides(NamedTuple):
-    """Bytes from one sequence, token and head to the next; those of lse are dlse's too."""
-
-    q: _Steps
-    k: _Steps
-    v: _Steps
-    out: _Steps
-    dout: _Steps
-    lse: _Steps
-    dq: _Steps
-    dk: _Steps
-    dv: _Steps
-
-
-class Sizes(NamedTuple):
-    batch: int
-    kv_heads: int
-    group: int  # query heads for each
-    queries: int  # of a sequence, or of the longest
-    keys: int
-    head: int
-    value: int
-    packed: int  # tokens of all packed sequences, and of none
-    packed_keys: int
-    causal: int
-    dtype: int  # of all tensors but lse
-
-
-class Arguments(NamedTuple):
-    tensors: Any
-    strides: Any
-    sizes: Any
-    scale: float
-
-
-class Side(NamedTuple):
-    """Rows that a core keeps, in a sequence and a group of heads; the other side's rows are columns."""
-
-    by_key: bool  # rows are keys, and columns queries
-    sequence: int
-    kv_head: int
-    first_query: int  # the sequence's first token, among packed ones
-    first_key: int
-    queries: int
-    keys: int
-    row: int
-    rows: int
-
-
-class Buffers(NamedTuple):
-    """Addresses of a core's own buffers, all fp32."""
-
-    heads: int  # rows of q or k
-    values: int  # rows of dout or v
-    p: int
-    ds: int  # gradients of scores
-    head_sums: int
-    value_sums: int
-    head_panels: int  # columns of k or q
-    value_panels: int
-    line: int
-    other: int  # one more line
-    lse: int  # of the queries, rows or columns
-    delta: int
-    rows: int  # how many there is room for
-
-
-def buffer_floats(rows: int, head: int, value: int) -> int:
-    """What `_buffers` takes."""
-    sums = rows * (4 * BLOCK + padded(head) + padded(value))
-    return sums + BLOCK * (padded(head) + padded(value)) + 2 * BLOCK + 2 * max(rows, BLOCK)
-
-
-@jit
-def _buffers(memory, rows, sizes):
-    head, value, most = padded_size(sizes.head), padded_size(sizes.value), max(rows, BLOCK)
-    values = at(memory, rows * BLOCK, FP32)
-    p = at(values, rows * BLOCK, FP32)
-    ds = at(p, rows * BLOCK, FP32)
-    head_sums = at(ds, rows * BLOCK, FP32)
-    value_sums = at(head_sums, rows * head, FP32)
-    panels = at(value_sums, rows * value, FP32)
-    value_panels = at(panels, BLOCK * head, FP32)
-    line = at(value_panels, BLOCK * value, FP32)
-    other = at(line, BLOCK, FP32)
-    lse = at(other, BLOCK, FP32)
-    delta = at(lse, most, FP32)
-    return Buffers(memory, values, p, ds, head_sums, value_sums, panels, value_panels, line, other, lse, delta, rows)
-
 
 # Rows and columns
 
@@ -219,14 +107,36 @@ def _add_columns(first, count, side, buffers, p):
 @jit
 def _visible(i, first, count, side, p):
     """Which of the columns from `first` on row i sees, or is seen by."""
-    if not p.sizes.causal:
-        return 0, count
-    position = side.keys - side.queries
+    low, high, window, row = 0, count, p.sizes.window, side.row + i
     if side.by_key:
-        low = (side.row + i - position) * p.sizes.group - first
-        return min(max(low, 0), count), count
-    high = position + (side.row + i) // p.sizes.group + 1 - first
-    return 0, min(max(high, 0), count)
+        query = row - side.keys + side.queries  # at the key's position
+        if p.sizes.causal:
+            low = query * p.sizes.group - first
+        elif window:
+            low = (query - window + 1) * p.sizes.group - first
+        if window:
+            high = (query + window) * p.sizes.group - first
+    else:
+        key = row // p.sizes.group + side.keys - side.queries - first  # at the query's position
+        if p.sizes.causal:
+            high = key + 1
+        elif window:
+            high = key + window
+        if window:
+            low = key - window + 1
+    low = min(max(low, 0), count)
+    return low, min(max(high, low), count)
+
+
+@jit
+def _soft_cap(row, ds, low, high, softcap):
+    """Scores get a soft cap; what is to be their gradients, times its derivative: 4 e / (1 + e)², e = exp(-2 |x|)."""
+    for j in range(low, high):
+        x = load(row, j, FP32) / softcap
+        small = exp(f32(-2) * abs(x))
+        store(row, j, softcap * tanh(x), FP32)
+        slope = f32(4) * small / ((f32(1) + small) * (f32(1) + small))
+        store(ds, j, load(ds, j, FP32) * slope, FP32)
 
 
 @jit
@@ -237,27 +147,47 @@ def _make_ds(i, first, count, side, buffers, p):
     fill(p_row, low, f32(0))
     fill(at(p_row, high, FP32), count - high, f32(0))
     if side.by_key:
+        for j in range(count):
+            store(ds, j, load(ds, j, FP32) - load(buffers.delta, j, FP32), FP32)
+    else:
+        delta = load(buffers.delta, i, FP32)
+        for j in range(count):
+            store(ds, j, load(ds, j, FP32) - delta, FP32)
+    if p.softcap != 0:
+        _soft_cap(p_row, ds, low, high, f32(p.softcap))
+    if side.by_key:
         for j in range(low, high):
             store(p_row, j, exp(load(p_row, j, FP32) - load(buffers.lse, j, FP32)), FP32)
-        for j in range(count):
-            store(ds, j, load(p_row, j, FP32) * (load(ds, j, FP32) - load(buffers.delta, j, FP32)), FP32)
     else:
-        lse, delta = load(buffers.lse, i, FP32), load(buffers.delta, i, FP32)
+        lse = load(buffers.lse, i, FP32)
         for j in range(low, high):
             store(p_row, j, exp(load(p_row, j, FP32) - lse), FP32)
-        for j in range(count):
-            store(ds, j, load(p_row, j, FP32) * (load(ds, j, FP32) - delta), FP32)
+    for j in range(count):
+        store(ds, j, load(p_row, j, FP32) * load(ds, j, FP32), FP32)
 
 
 @jit
 def _columns(side, p):
     """The other side, as far as any of the rows sees it."""
-    position, total = side.keys - side.queries, side.queries * p.sizes.group
+    position, window, group = side.keys - side.queries, p.sizes.window, p.sizes.group
+    last = side.row + side.rows - 1
     if side.by_key:
-        low = max(side.row - position, 0) * p.sizes.group if p.sizes.causal else 0
-        return min(low, total) // BLOCK * BLOCK, total
-    last = position + (side.row + side.rows - 1) // p.sizes.group
-    return 0, min(side.keys, max(last + 1, 0)) if p.sizes.causal else side.keys
+        low, high, total = 0, side.queries * group, side.queries * group
+        if p.sizes.causal:
+            low = (side.row - position) * group
+        elif window:
+            low = (side.row - position - window + 1) * group
+        if window:
+            high = (last - position + window) * group
+    else:
+        low, high, total = 0, side.keys, side.keys
+        if p.sizes.causal:
+            high = last // group + position + 1
+        elif window:
+            high = last // group + position + window
+        if window:
+            low = side.row // group + position - window + 1
+    return min(max(low, 0), total) // BLOCK * BLOCK, min(max(high, 0), total)
 
 
 @jit
@@ -335,12 +265,12 @@ def _clear_unused(first, step, tensor, steps, cu_seqlens, tokens, heads, size, b
 
 
 @jit
-def _units(thread, threads, memory, rows, tensors, s, sizes, scale):
+def _units(thread, threads, memory, rows, tensors, s, sizes, scale, softcap):
     """Every so many of the units, in buffers of its own."""
     strides = Strides(s[0:3], s[3:6], s[6:9], s[9:12], s[12:15], s[15:18], s[18:21], s[21:24], s[24:27])
-    p = Arguments(Tensors(*tensors), strides, Sizes(*sizes), scale)
+    p = Arguments(Tensors(*tensors), strides, Sizes(*sizes), scale, softcap)
     tensors, sizes = p.tensors, p.sizes
-    buffers, pairs = _buffers(memory, rows, sizes), sizes.batch * sizes.kv_heads
+    buffers, pairs = core_buffers(memory, rows, sizes), sizes.batch * sizes.kv_heads
     of_queries, of_keys = (sizes.queries * sizes.group + rows - 1) // rows, (sizes.keys + rows - 1) // rows
     for unit in range(thread, pairs * (of_queries + of_keys), threads):
         by_key = unit >= pairs * of_queries
@@ -355,12 +285,12 @@ def _units(thread, threads, memory, rows, tensors, s, sizes, scale):
 
 
 @kernel
-def backward_kernel(threads, memory, pitch, rows, tensors, strides, sizes, scale):
+def backward_kernel(threads, memory, pitch, rows, tensors, strides, sizes, scale, softcap):
     """`pitch`: floats of a thread's memory."""
     if threads > 1:
         for i in prange(threads):
             thread = np.int64(i)  # prange counts unsigned, and unsigned times signed is a float
-            _units(thread, threads, at(memory, thread * pitch, FP32), rows, tensors, strides, sizes, scale)
+            _units(thread, threads, at(memory, thread * pitch, FP32), rows, tensors, strides, sizes, scale, softcap)
     else:
         one = threads - 1  # not a literal: for that all would be compiled once more
-        _units(one, threads, memory, rows, tensors, strides, sizes, scale)
+        _units(one, threads, memory, rows, tensors, strides, sizes, scale, softcap)

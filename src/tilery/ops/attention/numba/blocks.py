@@ -181,7 +181,7 @@ def load_queries(buffers, block, p):
 
 
 @jit
-def _tanh(x):
+def tanh(x):
     """Near 0 by its series: the difference of exponentials would lose digits there."""
     square = x * x
     series = ((f32(62 / 2835) * square - f32(17 / 315)) * square + f32(2 / 15)) * square - f32(1 / 3)
@@ -193,7 +193,7 @@ def _tanh(x):
 @jit
 def _soft_cap(scores, count, softcap):
     for j in range(count):
-        store(scores, j, softcap * _tanh(load(scores, j, FP32) / softcap), FP32)
+        store(scores, j, softcap * tanh(load(scores, j, FP32) / softcap), FP32)
 
 
 @jit

@@ -179,16 +179,21 @@ class AttentionChunked(NumbaAttention):
     def arguments(self, call: PagedCall) -> Arguments:
         q, k, out = call.q, call.k_cache, call.out
         by_page = _bytes(k, *k.strides[:3])
-        of_out = (*([] if call.cu_seqlens_q is None else [0]), *out.strides[:-1])
+        packed = call.cu_seqlens_q is not None
+        of_out = (*([0] if packed else []), *out.strides[:-1])
+        lse = call.lse  # [T, H]
+        by_row = (0, 0, 0) if lse is None else _bytes(lse, 0 if packed else call.queries * call.heads, call.heads, 1)
         strides = Strides(
-            q=_bytes(q, *call.q_strides), k=by_page, v=by_page, out=_bytes(out, *of_out),
+            q=_bytes(q, *call.q_strides), k=by_page, v=by_page, out=_bytes(out, *of_out), lse=by_row,
             table=call.table_stride * 4, k_scale=_per_head(call.k_scale), v_scale=_per_head(call.v_scale),
         )  # fmt: skip
         tensors = Tensors(
-            q=q, k=k, v=call.v_cache, out=out, cu_q=call.cu_seqlens_q, lengths=call.lengths,
+            q=q, k=k, v=call.v_cache, out=out, lse=lse, cu_q=call.cu_seqlens_q, lengths=call.lengths,
             table=call.block_table, sinks=call.sinks, k_scale=call.k_scale, v_scale=call.v_scale,
         )  # fmt: skip
-        scoring = Scoring(scale=call.softmax_scale, softcap=float(call.softcap), window=call.effective_window, causal=1)
+        scoring = Scoring(
+            scale=call.softmax_scale, softcap=float(call.softcap), window=call.effective_window, causal=int(call.causal)
+        )
         dtypes = Dtypes(DTYPE_CODES[q.dtype], DTYPE_CODES[k.dtype], DTYPE_CODES[out.dtype])
         return Arguments(tensors, strides, self.sizes(call), scoring, dtypes)
 

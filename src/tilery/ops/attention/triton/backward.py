@@ -1,15 +1,13 @@
-"""attention_backward in Triton: a program keeps a block of keys, or of queries, and streams the other side past it.
+"""attention_backward in Triton: tiles, and the launches of backward_kernel.py.
 
 Three launches: delta, what the gradients of scores are shifted by; dk and dv by blocks of keys; dq by blocks of
-queries. P is computed anew in both passes, so that no two programs add to one sum: every run gives the same bits.
+queries.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from tilery.base.integers import ceil_div, next_power_of_2
 from tilery.base.launch import Launch
@@ -17,242 +15,20 @@ from tilery.base.spec import TensorSpec, Work
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS, gpu
 from tilery.ops.attention.call import BackwardCall
-from tilery.ops.attention.triton.softmax import LOG2E, clamped_span, key_range
+from tilery.ops.attention.triton.backward_kernel import (
+    RowSums,
+    Scoring,
+    Sizes,
+    Strided,
+    backward_delta,
+    backward_dkdv,
+    backward_dq,
+    clear_unused,
+)
 from tilery.ops.attention.triton.tiles import CuSeqlens, far, shared_refusal
 
 _ROWS = 32  # tokens of a program that only reads
 _MAX_SEQUENCES = 65535  # along a grid's third axis
-
-
-class Strided(NamedTuple):
-    ptr: Any
-    sequence: int  # strides
-    token: int
-    head: int
-
-
-class RowSums(NamedTuple):
-    """lse and delta, whose tokens are contiguous."""
-
-    lse_ptr: Any
-    delta_ptr: Any
-    sequence: int  # strides
-    head: int
-
-
-class Sizes(NamedTuple):
-    queries: int  # of a sequence, of packed ones at most
-    keys: int
-    tokens: int  # of a sequence, of packed ones all
-    key_tokens: int
-
-
-@triton.jit
-def _packed_span(cu_ptr, sequence, longest, tokens):
-    """First token and number of tokens of a packed sequence, inside of what is there, and whether it is valid."""
-    first, last = tl.load(cu_ptr + sequence), tl.load(cu_ptr + sequence + 1)
-    first, end, valid = clamped_span(first, last, sequence, tokens, longest)
-    return first, end - first, valid
-
-
-@triton.jit
-def _load_rows(
-    ptr, first, rows, count, step, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FAR: tl.constexpr, EVEN: tl.constexpr
-):
-    """Rows from `first` on of heads of WIDTH, zeros past `count` and past WIDTH; EVEN: all of them are there."""
-    columns = tl.arange(0, BLOCK)
-    offsets = rows.to(tl.int64) * step if FAR else rows * step
-    places = ptr + tl.full((), 1, tl.int64) * first * step + offsets[:, None] + columns[None, :]
-    if EVEN and WIDTH == BLOCK:
-        return tl.load(places)
-    if EVEN:
-        return tl.load(places, mask=columns[None, :] < WIDTH, other=0.0)
-    mask = (rows < count - first)[:, None]
-    return tl.load(places, mask=mask if WIDTH == BLOCK else mask & (columns[None, :] < WIDTH), other=0.0)
-
-
-@triton.jit
-def _store_rows(ptr, values, first, rows, count, step, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    columns = tl.arange(0, BLOCK)
-    places = ptr + (first + rows).to(tl.int64)[:, None] * step + columns[None, :]
-    tl.store(places, values, mask=(rows < count - first)[:, None] & (columns[None, :] < WIDTH))
-
-
-@triton.jit
-def _fill_nan(ptr, first, row, count, step, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """NaN in an invalid sequence's rows from `row` on, and further on: it may have more than there are programs for."""
-    values = tl.zeros((ROWS, BLOCK), tl.float32) + float("nan")
-    rows = tl.arange(0, ROWS)
-    ptr += tl.full((), 1, tl.int64) * first * step
-    for start in range(row, count, tl.num_programs(0) * ROWS):
-        _store_rows(ptr, values, start, rows, count, step, WIDTH, BLOCK)
-
-
-@triton.jit
-def _load_lse(ptr, first, rows, count):
-    """In base 2; +inf for queries that see nothing or are not there, whose P is zero so."""
-    lse = tl.load(ptr + first + rows, mask=rows < count - first, other=-float("inf"))
-    return tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
-
-
-@triton.jit
-def _delta(
-    dout, out, dlse_ptr, delta, tokens, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """sum(dout · out) - dlse of every query and head."""
-    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    head, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    columns = tl.arange(0, BLOCK)[None, :]
-    mask = (token < tokens)[:, None] & (columns < VALUE_DIM)
-    dout_ptr = dout.ptr + sequence * dout.sequence + head * dout.head
-    out_ptr = out.ptr + sequence * out.sequence + head * out.head
-    dout_rows = tl.load(dout_ptr + token[:, None] * dout.token + columns, mask=mask, other=0.0).to(tl.float32)
-    out_rows = tl.load(out_ptr + token[:, None] * out.token + columns, mask=mask, other=0.0).to(tl.float32)
-    sums = tl.sum(dout_rows * out_rows, axis=1)
-    place = sequence * delta.sequence + head * delta.head + token * delta.token
-    if dlse_ptr is not None:
-        sums -= tl.load(dlse_ptr + place, mask=token < tokens, other=0.0)
-    tl.store(delta.ptr + place, sums, mask=token < tokens)
-
-
-@triton.jit
-def _backward_dkdv(
-    q, k, v, dout, sums, dk, dv, cu_seqlens, sizes, scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
-    """dk and dv of a block of keys, from every head that shares them; the first keys, which most queries see, first.
-
-    One loop over heads and queries, masked throughout: one for each head, or one without masks, would spill registers.
-    """
-    key, kv_head, sequence = tl.program_id(0) * ROWS, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    queries, keys = sizes.queries, sizes.keys
-    first_query, first_key = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    if cu_seqlens.q_ptr is not None:
-        first_query, queries, valid_q = _packed_span(cu_seqlens.q_ptr, sequence, queries, sizes.tokens)
-        first_key, keys, valid_k = _packed_span(cu_seqlens.k_ptr, sequence, keys, sizes.key_tokens)
-        if not (valid_q & valid_k):
-            _fill_nan(dk.ptr + kv_head * dk.head, first_key, key, keys, dk.token, HEAD_DIM, D, ROWS)
-            _fill_nan(dv.ptr + kv_head * dv.head, first_key, key, keys, dv.token, VALUE_DIM, E, ROWS)
-            return
-    if key < keys:
-        wide = tl.full((), 1, tl.int64)
-        head = kv_head * GROUP
-        k_ptr = k.ptr + (sequence * k.sequence + kv_head * k.head + wide * first_key * k.token)
-        v_ptr = v.ptr + (sequence * v.sequence + kv_head * v.head + wide * first_key * v.token)
-        q_ptr = q.ptr + (sequence * q.sequence + head * q.head + wide * first_query * q.token)
-        dout_ptr = dout.ptr + (sequence * dout.sequence + head * dout.head + wide * first_query * dout.token)
-        lse_ptr = sums.lse_ptr + (sequence * sums.sequence + head * sums.head + first_query)
-        delta_ptr = sums.delta_ptr + (sequence * sums.sequence + head * sums.head + first_query)
-        row, column = tl.arange(0, ROWS), tl.arange(0, STEP)
-        k_rows = _load_rows(k_ptr, key, row, keys, k.token, HEAD_DIM, D, FAR, False)
-        v_rows = _load_rows(v_ptr, key, row, keys, v.token, VALUE_DIM, E, FAR, False)
-        dk_acc, dv_acc = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS, E), tl.float32)
-        start, logit_scale = 0, scale * LOG2E
-        if CAUSAL:
-            start = tl.minimum(tl.maximum(key - keys + queries, 0), queries) // STEP * STEP
-        blocks = tl.cdiv(queries - start, STEP)
-        for i in range(GROUP * blocks):
-            h, first = wide * (i // blocks), start + i % blocks * STEP
-            q_rows = _load_rows(q_ptr + h * q.head, first, column, queries, q.token, HEAD_DIM, D, FAR, False)
-            dout_rows = _load_rows(
-                dout_ptr + h * dout.head, first, column, queries, dout.token, VALUE_DIM, E, FAR, False
-            )
-            lse = _load_lse(lse_ptr + h * sums.head, first, column, queries)
-            delta = tl.load(delta_ptr + h * sums.head + first + column, mask=column < queries - first, other=0.0)
-            p = tl.exp2(tl.dot(k_rows, tl.trans(q_rows), input_precision="ieee") * logit_scale - lse[None, :])
-            if CAUSAL:
-                away = row[:, None] - column[None, :]
-                p = tl.where(away <= keys - queries + first - key, p, 0.0)
-            dv_acc = tl.dot(p.to(dout_rows.dtype), dout_rows, dv_acc, input_precision="ieee")
-            ds = p * (tl.dot(v_rows, tl.trans(dout_rows), input_precision="ieee") - delta[None, :])
-            dk_acc = tl.dot(ds.to(q_rows.dtype), q_rows, dk_acc, input_precision="ieee")
-        dk_ptr = dk.ptr + (sequence * dk.sequence + kv_head * dk.head + wide * first_key * dk.token)
-        dv_ptr = dv.ptr + (sequence * dv.sequence + kv_head * dv.head + wide * first_key * dv.token)
-        _store_rows(dk_ptr, dk_acc * scale, key, row, keys, dk.token, HEAD_DIM, D)
-        _store_rows(dv_ptr, dv_acc, key, row, keys, dv.token, VALUE_DIM, E)
-
-
-@triton.jit
-def _add_dq(
-    dq, q, dout, lse, delta, k_ptr, v_ptr, start, end, keys, position, logit_scale, k_token, v_token,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEP: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
-    """Add what the keys from start to end, all of them or masked, give to dq."""
-    rows = tl.arange(0, STEP)
-    for first in range(start, end, STEP):
-        k = _load_rows(k_ptr, first, rows, keys, k_token, HEAD_DIM, D, FAR, not MASKED)
-        v = _load_rows(v_ptr, first, rows, keys, v_token, VALUE_DIM, E, FAR, not MASKED)
-        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * logit_scale - lse[:, None])
-        if MASKED:
-            visible = rows[None, :] < keys - first
-            if CAUSAL:
-                visible = visible & (first + rows[None, :] <= position[:, None])
-            p = tl.where(visible, p, 0.0)
-        ds = p * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    return dq
-
-
-@triton.jit
-def _backward_dq(
-    q, k, v, dout, sums, dq, cu_seqlens, sizes, scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
-    """dq of a block of queries; the last ones, which see most keys, first."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    head, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    queries, keys = sizes.queries, sizes.keys
-    first_query, first_key = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    if cu_seqlens.q_ptr is not None:
-        first_query, queries, valid_q = _packed_span(cu_seqlens.q_ptr, sequence, queries, sizes.tokens)
-        first_key, keys, valid_k = _packed_span(cu_seqlens.k_ptr, sequence, keys, sizes.key_tokens)
-        if not (valid_q & valid_k):
-            _fill_nan(dq.ptr + head * dq.head, first_query, first, queries, dq.token, HEAD_DIM, D, ROWS)
-            return
-    if first < queries:
-        wide = tl.full((), 1, tl.int64)
-        rows, kv_head = tl.arange(0, ROWS), head // GROUP
-        q_ptr = q.ptr + (sequence * q.sequence + head * q.head + wide * first_query * q.token)
-        dout_ptr = dout.ptr + (sequence * dout.sequence + head * dout.head + wide * first_query * dout.token)
-        q_rows = _load_rows(q_ptr, first, rows, queries, q.token, HEAD_DIM, D, FAR, False)
-        dout_rows = _load_rows(dout_ptr, first, rows, queries, dout.token, VALUE_DIM, E, FAR, False)
-        lse_ptr = sums.lse_ptr + (sequence * sums.sequence + head * sums.head + first_query)
-        lse = _load_lse(lse_ptr, first, rows, queries)
-        delta_ptr = sums.delta_ptr + (sequence * sums.sequence + head * sums.head + first_query)
-        delta = tl.load(delta_ptr + first + rows, mask=rows < queries - first, other=0.0)
-        k_ptr = k.ptr + (sequence * k.sequence + kv_head * k.head + wide * first_key * k.token)
-        v_ptr = v.ptr + (sequence * v.sequence + kv_head * v.head + wide * first_key * v.token)
-        position = first + keys - queries
-        _, _, outer, end = key_range(position, tl.minimum(position + ROWS, keys) - 1, keys, 0, STEP, CAUSAL, False)
-        acc = tl.zeros((ROWS, D), tl.float32)
-        acc = _add_dq(
-            acc, q_rows, dout_rows, lse, delta, k_ptr, v_ptr, 0, outer, keys, position + rows, scale * LOG2E,
-            k.token, v.token, HEAD_DIM, VALUE_DIM, D, E, STEP, False, CAUSAL, FAR,
-        )  # fmt: skip
-        acc = _add_dq(
-            acc, q_rows, dout_rows, lse, delta, k_ptr, v_ptr, outer, end, keys, position + rows, scale * LOG2E,
-            k.token, v.token, HEAD_DIM, VALUE_DIM, D, E, STEP, True, CAUSAL, FAR,
-        )  # fmt: skip
-        dq_ptr = dq.ptr + (sequence * dq.sequence + head * dq.head + wide * first_query * dq.token)
-        _store_rows(dq_ptr, acc * scale, first, rows, queries, dq.token, HEAD_DIM, D)
-
-
-@triton.jit
-def _clear_unused(ptr, cu_ptr, sequences, tokens, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros in the rows, `width` long, of packed tokens of no sequence."""
-    last = tl.load(cu_ptr + sequences, mask=sequences > 0, other=0)
-    token = tl.program_id(0) * ROWS
-    if token + ROWS > last:
-        rows = token + tl.arange(0, ROWS)
-        unused = (rows < tokens) & (rows >= last)
-        for start in range(0, width, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            places = ptr + rows.to(tl.int64)[:, None] * width + columns[None, :]
-            mask = unused[:, None] & (columns < width)[None, :]
-            tl.store(places, tl.zeros((ROWS, BLOCK), ptr.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True)
@@ -321,11 +97,12 @@ class AttentionBackward(Kernel):
         args = {"dout": dout, "out": result, "dlse_ptr": call.dlse, "delta": Strided(call.delta, *rows)}
         grid = ceil_div(call.tokens, _ROWS), call.heads, 1 if call.packed else call.batch
         constants = {"VALUE_DIM": call.value_dim, "BLOCK": e, "ROWS": _ROWS}
-        found = [Launch(_delta, grid, args | {"tokens": call.tokens}, constants, {"num_warps": 4})]
+        found = [Launch(backward_delta, grid, args | {"tokens": call.tokens}, constants, {"num_warps": 4})]
         args = {
             "q": q, "k": k, "v": v, "dout": dout, "sums": RowSums(call.lse, call.delta, rows.sequence, rows.head),
             "cu_seqlens": CuSeqlens(call.cu_seqlens_q, call.cu_seqlens_k),
-            "sizes": Sizes(call.queries, call.keys, call.tokens, call.key_tokens), "scale": call.softmax_scale,
+            "sizes": Sizes(call.queries, call.keys, call.tokens, call.key_tokens),
+            "scoring": Scoring(call.softmax_scale, call.effective_window or None, float(call.softcap) or None),
         }  # fmt: skip
         constants = {
             "GROUP": call.group, "HEAD_DIM": call.head_dim, "VALUE_DIM": call.value_dim, "D": _block(call.head_dim),
@@ -333,10 +110,10 @@ class AttentionBackward(Kernel):
         }  # fmt: skip
         grid = ceil_div(call.keys, config.rows), call.kv_heads, call.batch
         of_keys = args | {"dk": dk, "dv": dv}
-        found.append(Launch(_backward_dkdv, grid, of_keys, constants | {"STEP": config.step}, config.options))
+        found.append(Launch(backward_dkdv, grid, of_keys, constants | {"STEP": config.step}, config.options))
         grid = ceil_div(call.queries, config.rows), call.heads, call.batch
         of_queries = args | {"dq": dq}
-        found.append(Launch(_backward_dq, grid, of_queries, constants | {"STEP": config.key_step}, config.options))
+        found.append(Launch(backward_dq, grid, of_queries, constants | {"STEP": config.key_step}, config.options))
         if call.packed:
             outputs = (call.dq, call.cu_seqlens_q), (call.dk, call.cu_seqlens_k), (call.dv, call.cu_seqlens_k)
             found += [_clearing(x, ends, call.batch) for x, ends in outputs]
@@ -357,7 +134,7 @@ def _even(call: BackwardCall) -> bool:
 def _clearing(x: Any, cu_seqlens: Any, sequences: int) -> Launch:
     tokens, heads, size = x.shape
     args = {"ptr": x, "cu_ptr": cu_seqlens, "sequences": sequences, "tokens": tokens, "width": heads * size}
-    return Launch(_clear_unused, (ceil_div(tokens, _ROWS),), args, {"ROWS": _ROWS, "BLOCK": 128}, {"num_warps": 4})
+    return Launch(clear_unused, (ceil_div(tokens, _ROWS),), args, {"ROWS": _ROWS, "BLOCK": 128}, {"num_warps": 4})
 
 
 attention_backward = AttentionBackward()

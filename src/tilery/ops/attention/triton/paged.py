@@ -106,7 +106,7 @@ class Paged(Kernel):
             "q_ptr": call.q, "q_strides": call.q_strides, "cache": Cache(k, v, call.k_scale, call.v_scale, *strides),
             "sequence": Sequences(call.lengths, call.cu_seqlens_q, call.block_table, call.table_stride),
             "scoring": Scoring(call.softmax_scale, float(call.softcap), call.sinks),
-            "results": Results(call.out, *partials), "sequences": call.batch, "queries": call.queries,
+            "results": Results(call.out, *partials, call.lse), "sequences": call.batch, "queries": call.queries,
             "tokens": call.tokens, "splits": splits, "pages": call.k_cache.shape[0], "max_keys": call.max_keys,
             "window": call.effective_window,
         }  # fmt: skip
@@ -119,13 +119,14 @@ class Paged(Kernel):
             "SPLITS": config.splits if splits > 1 else 1, "MIN_KEYS": config.min_keys,
             "UNMASKED_LOOP": config.block_m >= 64 and call.k_cache.shape[0] > 0,
             "WINDOW": call.effective_window > 0, "SOFTCAP": call.softcap > 0,
-            "FAR": call.k_cache.stride(1) * config.block_n >= 2**30,
+            "FAR": call.k_cache.stride(1) * config.block_n >= 2**30, "CAUSAL": call.causal,
         }  # fmt: skip
         unused = call.cu_seqlens_q is not None and splits == 1  # else `combine` writes tokens of no sequence
         grid = ceil_div(call.rows, config.block_m) * call.kv_heads, splits, call.batch + unused
         found = [Launch(paged_attention, grid, args, constants, config.options, pdl=True)]
         if splits > 1:
-            found.append(softmax.combine(call, config.splits, config.block_n, config.min_keys, call.sinks))
+            how = config.splits, config.block_n, config.min_keys, call.sinks, call.lse
+            found.append(softmax.combine(call, *how, lse_by_row=True))
         return found
 
 

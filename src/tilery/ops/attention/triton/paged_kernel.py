@@ -51,11 +51,12 @@ class Scoring(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where rows are written: out, or the results of splits."""
+    """Where rows are written: out and, if it is asked for, their lse [T, H]; or the results of splits."""
 
     out_ptr: Any
     partial_out_ptr: Any
     partial_stats_ptr: Any
+    lse_ptr: Any = None
 
 
 @triton.jit
@@ -151,10 +152,13 @@ def _nan_where_missing(
 
 @triton.jit
 def _fill_rows(
-    out_ptr, first_token, count, kv_head, first_row, step, value,
+    out_ptr, lse_ptr, first_token, count, kv_head, first_row, step, value,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One value for the rows of `count` tokens that this program has: BLOCK_M from first_row on, and of every step."""
+    """One value for the rows of `count` tokens that this program has: BLOCK_M from first_row on, and of every step.
+
+    Their lse is -inf where it is zero.
+    """
     wide, d = tl.full((), 1, tl.int64), tl.arange(0, BLOCK_D)
     values = (tl.zeros((BLOCK_M, BLOCK_D), tl.float32) + value).to(out_ptr.dtype.element_ty)
     for first in range(first_row, count * GROUP, step):
@@ -162,6 +166,9 @@ def _fill_rows(
         rows = wide * (first_token + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
         mask = (row < count * GROUP)[:, None] & (d < D)[None, :]
         tl.store(out_ptr + (rows[:, None] * D + d[None, :]), values, mask=mask)
+        if lse_ptr is not None:
+            sums = tl.zeros((BLOCK_M,), tl.float32) + tl.where(value == 0, -float("inf"), value)
+            tl.store(lse_ptr + rows, sums, mask=row < count * GROUP)
 
 
 @triton.jit(do_not_specialize=("sequences", "queries", "tokens", "splits", "pages", "max_keys", "window"))
@@ -172,7 +179,7 @@ def paged_attention(
     K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
     MIN_KEYS: tl.constexpr, UNMASKED_LOOP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    FAR: tl.constexpr,
+    FAR: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     # Programs run together that read the keys of all heads, which lie side by side, for all tiles.
     kv_head, tile = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
@@ -187,7 +194,10 @@ def paged_attention(
         if b == sequences:  # the tokens of no sequence
             end = tl.load(cu_ptr + sequences, mask=sequences > 0, other=0)
             end = tl.minimum(tl.maximum(end, 0), tokens)
-            _fill_rows(out_ptr, end, tokens - end, kv_head, first_row, step, 0.0, KV_HEADS, GROUP, D, BLOCK_D, BLOCK_M)
+            _fill_rows(
+                out_ptr, results.lse_ptr, end, tokens - end, kv_head, first_row, step, 0.0,
+                KV_HEADS, GROUP, D, BLOCK_D, BLOCK_M,
+            )  # fmt: skip
             return
     length, count, first_token, valid = sequence_of(sequence.lengths_ptr, cu_ptr, b, queries, max_keys, tokens)
     row = first_row + tl.arange(0, BLOCK_M)
@@ -207,7 +217,10 @@ def paged_attention(
         step = tl.num_programs(0) // KV_HEADS * BLOCK_M
         if not valid:
             nan = float("nan")
-            _fill_rows(out_ptr, first_token, count, kv_head, first_row, step, nan, KV_HEADS, GROUP, D, BLOCK_D, BLOCK_M)
+            _fill_rows(
+                out_ptr, results.lse_ptr, first_token, count, kv_head, first_row, step, nan,
+                KV_HEADS, GROUP, D, BLOCK_D, BLOCK_M,
+            )  # fmt: skip
             return
     first, size = split_keys(length, count, window, SPLITS, BLOCK_N, MIN_KEYS, WINDOW)
     low = first + split * size
@@ -215,12 +228,16 @@ def paged_attention(
     if (first_row >= count * GROUP) | ((SPLITS > 1) & (low >= length)):
         return
 
-    position = length - count + t
     # Blocks from inner to outer are seen by every row of the tile.
-    last_t = tl.minimum((first_row + BLOCK_M - 1) // GROUP, count - 1)
-    start, inner, outer, end = key_range(
-        length - count + first_row // GROUP, length - count + last_t, length, window, BLOCK_N, True, WINDOW
-    )
+    if CAUSAL:
+        position = length - count + t
+        last_t = tl.minimum((first_row + BLOCK_M - 1) // GROUP, count - 1)
+        start, inner, outer, end = key_range(
+            length - count + first_row // GROUP, length - count + last_t, length, window, BLOCK_N, True, WINDOW
+        )
+    else:  # all of them are at the last key
+        position = length - 1 + t * 0
+        start, inner, outer, end = key_range(length - 1, length - 1, length, window, BLOCK_N, True, WINDOW)
     high = low + size
     start, end = tl.maximum(start, low), tl.minimum(end, high)
     k_ptr = cache.k_ptr + wide * kv_head * cache.head
@@ -285,7 +302,9 @@ def paged_attention(
                 row_max, row_sum, tl.load(scoring.sinks_ptr + head, mask=inside, other=0.0)
             )
             acc *= rescale[:, None]
-        inverse, _ = finish_softmax(row_max, tl.where(valid, row_sum, float("nan")))
+        inverse, lse = finish_softmax(row_max, tl.where(valid, row_sum, float("nan")))
         tl.store(
             out_ptr + (rows[:, None] * D + d[None, :]), acc * inverse[:, None], mask=inside[:, None] & (d < D)[None, :]
         )
+        if results.lse_ptr is not None:
+            tl.store(results.lse_ptr + rows, lse, mask=inside)

@@ -229,8 +229,9 @@ def _combine(
     queries, tokens, sequences, splits, max_keys, window,
     HEADS: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
     BLOCK_SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, MIN_KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    LSE_BY_ROW: tl.constexpr,
 ):  # fmt: skip
-    """A program takes PIECE values of one row; lse [B, H, queries] is given for equal numbers of queries alone."""
+    """A program takes PIECE values of one row. LSE_BY_ROW: lse is [T, H]; else [B, H, queries], of as many of each."""
     PIECES: tl.constexpr = (D + PIECE - 1) // PIECE
     piece, row = tl.program_id(0) % PIECES, tl.program_id(0) // PIECES
     token, head = row // HEADS, row % HEADS
@@ -269,11 +270,16 @@ def _combine(
         acc *= rescale_all
     inverse, lse = finish_softmax(row_max, tl.where(valid, row_sum, float("nan")))
     tl.store(out_ptr + row.to(tl.int64) * D + d, acc * inverse, mask=d < D)
-    if lse_ptr is not None:
+    if lse_ptr is not None and LSE_BY_ROW:
+        tl.store(lse_ptr + row, lse, mask=piece == 0)
+    elif lse_ptr is not None:
         tl.store(lse_ptr + (b * HEADS + head).to(tl.int64) * queries + token % queries, lse, mask=piece == 0)
 
 
-def combine(call: PagedCall, splits: int, block: int, min_keys: int, sinks: Any = None, lse: Any = None) -> Launch:
+def combine(
+    call: PagedCall, splits: int, block: int, min_keys: int, sinks: Any = None, lse: Any = None,
+    lse_by_row: bool = False,
+) -> Launch:  # fmt: skip
     """The launch that makes out [.., H, E] of the splits' results; splits, block and min_keys are `split_keys`' own."""
     block_splits, size, window = next_power_of_2(splits), call.head_dim, call.effective_window
     piece = min(next_power_of_2(size), max(_COMBINED // block_splits, 16))
@@ -286,7 +292,7 @@ def combine(call: PagedCall, splits: int, block: int, min_keys: int, sinks: Any 
     constants = {
         "HEADS": call.heads, "D": size, "PIECE": piece, "SPLITS": splits, "BLOCK_SPLITS": block_splits,
         "BLOCK_SEQUENCES": 1 if call.cu_seqlens_q is None else next_power_of_2(call.batch),
-        "BLOCK": block, "MIN_KEYS": min_keys, "WINDOW": window > 0,
+        "BLOCK": block, "MIN_KEYS": min_keys, "WINDOW": window > 0, "LSE_BY_ROW": lse_by_row,
     }  # fmt: skip
     options = {"num_warps": max(block_splits * piece // 256, 1)}
     return Launch(_combine, call.tokens * call.heads * ceil_div(size, piece), args, constants, options, pdl=True)
