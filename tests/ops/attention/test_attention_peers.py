@@ -168,3 +168,45 @@ def test_cudnn_called_for_each_token_is_for_several_tokens_of_full_sequences():
     for params, why in (({"queries": 1}, "one token"), ({"queries": 3, "lengths": "96+0+33"}, "full sequences alone")):
         with pytest.raises(NotImplementedError, match=why):
             right("attention_decode", "cudnn_each", DECODE | params)
+
+
+@pytest.mark.parametrize("more", [{}, {"causal": False, "keys": 33}, {"order": "bhsd"}], ids=str)
+def test_what_cudnns_backward_is_given_means_the_same(more, monkeypatch):
+    """It is given what its own forward saved, once for an input."""
+    forwards = []
+
+    def forward(q, k, v, bias, with_lse, dropout, causal, debug, *, scale):
+        assert (bias, with_lse, dropout, debug) == (None, True, 0.0, False)
+        assert forwards.append(q.shape) is None
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out, lse, "q", "k", q.shape[2], k.shape[2], "seed", "offset", None
+
+    def backward(dout, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, most_q, most_k, dropout, causal, *, scale):
+        assert (seed, offset, bias, cu_q, cu_k, dropout) == ("seed", "offset", None, "q", "k", 0.0)
+        assert (most_q, most_k) == (q.shape[2], k.shape[2])
+        group = q.shape[1] // k.shape[1]
+        wide = (x.repeat_interleave(group, 1) for x in (k, v))
+        of_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, *both = of_cpu(dout, q, *wide, out, lse, 0.0, causal, scale=scale)
+        return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in both)
+
+    monkeypatch.setattr(peers, "_cudnn_op", lambda more="": backward if more else forward)
+    params = {"m": 20, "n": 32, "dtype": "fp32", "batch": 2, "dlse": False} | more
+    assert right("attention_backward", "cudnn", params) and len(forwards) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({}, "cuDNN runs on a GPU alone"),
+        ({"keys": 33}, "no longer keys"),
+        ({"softcap": 3.0}, "neither windows nor soft caps"),
+        ({"dlse": True}, "no gradient of lse"),
+    ],
+    ids=str,
+)
+def test_what_cudnns_backward_does_not_know_is_said(more, says):
+    params = {"m": 20, "n": 32, "dtype": "fp16", "dlse": False} | more
+    with pytest.raises(NotImplementedError, match=says):
+        right("attention_backward", "cudnn", params)

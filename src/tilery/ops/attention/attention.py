@@ -85,7 +85,7 @@ def backward_bucket(call: BackwardCall) -> Bucket:
         "triton": "tilery.ops.attention.triton.backward:attention_backward",
         "cuda.hopper": "tilery.ops.attention.cuda.backward:attention_backward",
     },
-    baselines=baselines(torch=peers.torch_backward),
+    baselines=baselines(torch=peers.torch_backward, cudnn=peers.cudnn_backward),
     cases={"test": backward_cases.cases(), **backward_cases.bench_cases()},
 )  # fmt: skip
 def attention_backward(

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tilery.core.peers import Saved
 from tilery.ops.attention import reference
 from tilery.ops.attention.call import AttentionCall
 from tilery.ops.attention.paged_peers import host_list
@@ -141,12 +142,9 @@ def torch_backward(
     max_seqlen_q: int, max_seqlen_k: int, window: int, softcap: float,
 ) -> Any:  # fmt: skip
     """FlashAttention-2 as torch has it, from what a forward saved; its own for a CPU takes a key for every head."""
-    given = [x if layout == "bhsd" else x.transpose(1, 2) for x in (dout, q, k, v, result)]
+    given = [_by_head(x, layout) for x in (dout, q, k, v, result)]
     queries, keys = given[1].shape[2], given[2].shape[2]
-    if dlse is not None or cu_seqlens_q is not None or (causal and queries != keys):
-        raise NotImplementedError("torch's backward has no gradient of lse, no packed sequences and no longer keys")
-    if window or softcap:
-        raise NotImplementedError("torch's backward has neither windows nor soft caps")
+    _require_backward(dlse, cu_seqlens_q, causal and queries != keys, window or softcap)
     if q.is_cuda:
         backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
         none = torch.empty(0, dtype=torch.int64, device=q.device)
@@ -157,4 +155,44 @@ def torch_backward(
         given[2:4] = [x.repeat_interleave(group, 1) for x in given[2:4]]
         dq, *both = backward(*given, lse, 0.0, causal, scale=scale)
         grads = dq, *(x.unflatten(1, (-1, group)).sum(2) for x in both)
-    return tuple(x if layout == "bhsd" else x.transpose(1, 2) for x in grads)
+    return tuple(_by_head(x, layout) for x in grads)
+
+
+def cudnn_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Tensor, lse: Tensor,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, scale: float | None, causal: bool, layout: str,
+    max_seqlen_q: int, max_seqlen_k: int, window: int, softcap: float,
+) -> Any:  # fmt: skip
+    """cuDNN as torch has it, from what its own forward saved."""
+    given = [_by_head(x, layout) for x in (dout, q, k, v)]
+    _require_backward(dlse, cu_seqlens_q, causal and given[1].shape[2] != given[2].shape[2], window or softcap)
+    out, own_lse, *sizes, seed, offset, _ = _cudnn_saved(q, k, v, layout, scale, causal)
+    backward = _cudnn_op("_backward")
+    grads = backward(*given, out, own_lse, seed, offset, None, *sizes, 0.0, causal, scale=scale)
+    return tuple(_by_head(x, layout) for x in grads)
+
+
+def _by_head(x: Tensor, layout: str) -> Tensor:
+    """[B, H, S, D] of a tensor of the op's layout, or back."""
+    return x if layout == "bhsd" else x.transpose(1, 2)
+
+
+def _require_backward(dlse: Tensor | None, cu_seqlens: Tensor | None, longer_keys: bool, scored: float) -> None:
+    if dlse is not None or cu_seqlens is not None or longer_keys:
+        raise NotImplementedError("torch's backward has no gradient of lse, no packed sequences and no longer keys")
+    if scored:
+        raise NotImplementedError("torch's backward has neither windows nor soft caps")
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, layout: str, scale: float | None, causal: bool) -> Any:
+    given = [_by_head(x, layout) for x in (q, k, v)]
+    return _cudnn_op()(*given, None, True, 0.0, causal, False, scale=scale)
+
+
+def _cudnn_op(more: str = "") -> Any:
+    if not torch.cuda.is_available():
+        raise NotImplementedError("cuDNN runs on a GPU alone")
+    return getattr(torch.ops.aten, f"_scaled_dot_product_cudnn_attention{more}")
+
+
+_cudnn_saved = Saved(_cudnn_forward)
