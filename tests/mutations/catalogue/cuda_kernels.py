@@ -31,14 +31,14 @@ CUDA.add(
 )
 CUDA.add(
     "keys-past-the-last",
-    "if (ahead || column > last) scores[r] = 0.0f;",
-    "if (ahead) scores[r] = 0.0f;",
+    "distance > p.window_left || column > last) scores[r] = 0.0f;",
+    "distance > p.window_left) scores[r] = 0.0f;",
     "test_attention_backward_hopper.py::test_keys_past_the_last_do_not_overflow",
 )
 CUDA.add(
     "a-query-ahead",
-    "p.causal && distance + (OF_KEYS ? column - row : row - column) < 0;",
-    "p.causal && distance + (OF_KEYS ? column - row : row - column) < -1;",
+    "if (distance < -p.window_right || distance",
+    "if (distance < -p.window_right - 1 || distance",
     CAUSAL,
 )
 CUDA.add(

@@ -103,7 +103,7 @@ def _ends(lengths: list[int], device: Any) -> Tensor:
 
 FP32 = {"cuda.hopper": "fp16 and bf16 alone"}
 SIZES = {"cuda.hopper": "of one size, multiples of 16 up to 128"}
-SCORES = {"cuda.hopper": "takes neither window nor softcap"}
+SOFTCAP = {"cuda.hopper": "takes no softcap"}
 TMA = {"cuda.hopper": "must start at a multiple of 16 bytes"}
 
 
@@ -149,37 +149,24 @@ def _scored_cases() -> list[Case]:
     """Windows, soft caps and sinks, with more blocks of keys and of queries than a program keeps."""
     small: dict[str, Any] = {"heads": 4, "kv_heads": 2, "n": 32}
     packed: dict[str, Any] = {"m": 0, "order": "thd", "heads": 2, "kv_heads": 1, "n": 32}
+    both: dict[str, Any] = {"m": 70, "keys": 130, "heads": 6, "kv_heads": 2, "n": 80, "window": 50, "sinks": True}
+    fp32: dict[str, Any] = {"dtype": "fp32", "refused_by": FP32}
     return [
-        case(m=150, **small, dtype="fp32", refused_by=FP32, window=40),
-        case(m=150, **small, dtype="bf16", refused_by=SCORES, window=40),
-        case(m=100, keys=170, **small, dtype="fp16", refused_by=SCORES, window=33, causal=False, batch=2, order="bhsd"),
-        case(
-            m=90, keys=50, **small, dtype="fp32", refused_by=FP32, window=20, causal=False
-        ),  # some queries see nothing
-        case(m=40, **small, dtype="fp32", refused_by=FP32, window=1),  # each sees its own key alone
-        case(m=70, **small, dtype="fp32", refused_by=FP32, softcap=2.0),
-        case(
-            m=40, keys=90, **small, dtype="fp16", refused_by=SCORES, softcap=0.3, causal=False, scale=-0.3
-        ),  # tanh of it is 1
-        case(m=70, **small, dtype="bf16", refused_by=SCORES, softcap=30.0, sinks=True, dlse=False),
-        case(
-            m=70,
-            keys=130,
-            heads=6,
-            kv_heads=2,
-            n=80,
-            dtype="fp16",
-            refused_by=SCORES,
-            window=50,
-            softcap=5.0,
-            sinks=True,
+        case(m=150, **small, **fp32, window=40),
+        case(m=150, **small, dtype="bf16", window=40),
+        case(m=100, keys=170, **small, dtype="fp16", window=33, causal=False, batch=2, order="bhsd"),
+        case(m=90, keys=50, **small, **fp32, window=20, causal=False),  # some queries see nothing
+        case(m=40, **small, **fp32, window=1),  # each sees its own key alone
+        case(m=70, **small, **fp32, softcap=2.0),
+        case(  # tanh of it is 1
+            m=40, keys=90, **small, dtype="fp16", softcap=0.3, causal=False, scale=-0.3, refused_by=SOFTCAP
         ),
-        case(**packed, dtype="fp32", refused_by=FP32, lengths="3:7+120:95+0:4+70:70", window=30, softcap=4.0),
-        case(**packed, dtype="fp16", refused_by=SCORES, lengths="33+120", window=17, causal=False, sinks=True),
-        case(**packed, dtype="fp32", refused_by=FP32, lengths="20:5+9:30", window=6, sinks=True, wrong="k2:36"),
-        case(
-            m=5, keys=0, heads=2, kv_heads=1, n=16, dtype="fp32", refused_by=FP32, sinks=True
-        ),  # a query sees its sink alone
+        case(m=70, **small, dtype="bf16", softcap=30.0, sinks=True, dlse=False, refused_by=SOFTCAP),
+        case(**both, dtype="fp16", softcap=5.0, refused_by=SOFTCAP),
+        case(**packed, **fp32, lengths="3:7+120:95+0:4+70:70", window=30, softcap=4.0),
+        case(**packed, dtype="fp16", lengths="33+120", window=17, causal=False, sinks=True),
+        case(**packed, **fp32, lengths="20:5+9:30", window=6, sinks=True, wrong="k2:36"),
+        case(m=5, keys=0, heads=2, kv_heads=1, n=16, **fp32, sinks=True),  # a query sees its sink alone
     ]
 
 

@@ -1,5 +1,5 @@
-// Gradients of attention on Hopper by TMA and wgmma: dk and dv by tiles of keys, dq by tiles of queries, causal or not,
-// packed or not.
+// Gradients of attention on Hopper by TMA and wgmma: dk and dv by tiles of keys, dq by tiles of queries, causal, with a
+// window, packed or not.
 //
 // Both passes are one kernel. A block keeps a tile of rows of two tensors, 64 rows for each consumer warpgroup, and a
 // producer warp streams the other two past it:
@@ -61,7 +61,8 @@ struct BackwardParams {
     int max_seqlen_q;  // of a packed sequence, as declared
     int max_seqlen_k;
     int tiles_per_head;
-    int causal;
+    int window_left;  // a query sees so many keys to the left of its position, and window_right to the right
+    int window_right;
     float softmax_scale;
 };
 
@@ -91,13 +92,11 @@ struct BackwardTile {
         }
         if (!exists || first >= rows()) return;
         const int shift = keys - queries;  // the last query is at the last key
-        if constexpr (OF_KEYS) {
-            blocks = {p.causal ? max(first - shift, 0) / STEP : 0, (queries + STEP - 1) / STEP};
-        } else {
-            const int last = min(first + ROWS, queries) - 1 + shift;
-            blocks = {0, (max(p.causal ? min(last + 1, keys) : keys, 0) + STEP - 1) / STEP};
-        }
-        blocks.end = max(blocks.end, blocks.begin);
+        const int last = min(first + ROWS, rows()) - 1;
+        const int begin = OF_KEYS ? first - p.window_right - shift : first + shift - p.window_left;
+        const int end = OF_KEYS ? last + p.window_left - shift : last + shift + p.window_right;  // the last row that counts
+        blocks.begin = max(begin, 0) / STEP;
+        blocks.end = max((min(end + 1, streamed_rows()) + STEP - 1) / STEP, blocks.begin);
     }
     __device__ int rows() const { return OF_KEYS ? keys : queries; }
     __device__ int token() const { return OF_KEYS ? token_k : token_q; }
@@ -223,18 +222,17 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1) hopper_attention_ba
 #pragma unroll
             for (int r = 0; r < STEP / 2; ++r)
                 scores[r] = exp2_fast(scores[r] * scale_log2 - (OF_KEYS ? sums[r / 4 * 8 + r % 2] : lse2[r / 2 % 2]));
-            const bool crosses = p.causal && (OF_KEYS ? first + shift < tile.first + ROWS - 1
-                                                      : first + STEP - 1 > tile.first + shift);
-            if (crosses || (!OF_KEYS && first + STEP > tile.keys)) {
-                // From the key to the query of this thread's element in the first row and column: keys ahead are masked.
-                const int streamed = first + 2 * quad_lane, own = tile.first + own_row;
-                const int distance = shift + (OF_KEYS ? streamed - own : own - streamed);
-                const int last = OF_KEYS ? STEP : tile.keys - 1 - streamed;
+            // From a key to the position of a query: of the pair of first rows, and over all pairs.
+            const int apart = shift + (OF_KEYS ? first - tile.first : tile.first - first);
+            const int least = apart - (OF_KEYS ? ROWS : STEP) + 1, most = apart + (OF_KEYS ? STEP : ROWS) - 1;
+            if (least < -p.window_right || most > p.window_left || (!OF_KEYS && first + STEP > tile.keys)) {
+                const int own = apart + (OF_KEYS ? 2 * quad_lane - own_row : own_row - 2 * quad_lane);
+                const int last = OF_KEYS ? STEP : tile.keys - 1 - first - 2 * quad_lane;
 #pragma unroll
                 for (int r = 0; r < STEP / 2; ++r) {
                     const int row = r / 2 % 2 * 8, column = r / 4 * 8 + r % 2;
-                    const bool ahead = p.causal && distance + (OF_KEYS ? column - row : row - column) < 0;
-                    if (ahead || column > last) scores[r] = 0.0f;
+                    const int distance = own + (OF_KEYS ? column - row : row - column);
+                    if (distance < -p.window_right || distance > p.window_left || column > last) scores[r] = 0.0f;
                 }
             }
             if constexpr (OF_KEYS) {

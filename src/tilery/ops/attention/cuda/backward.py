@@ -19,7 +19,7 @@ from tilery.languages import tensor_maps
 from tilery.languages.cuda_source import Source
 from tilery.languages.tensor_maps import TensorMapOf
 from tilery.ops.attention.call import BackwardCall
-from tilery.ops.attention.cuda.forward import columns, or_null, threads
+from tilery.ops.attention.cuda.forward import columns, or_null, threads, window_left
 
 _FILE = Path(__file__).with_name("attention_backward.cu")
 _DELTA, _PASS = Source(_FILE, "attention_delta"), Source(_FILE, "hopper_attention_backward")
@@ -52,8 +52,8 @@ class AttentionBackward(Kernel):
     def refusal(self, call: BackwardCall, config: Config | None = None) -> str | None:
         if call.q.dtype not in (torch.float16, torch.bfloat16):
             return f"multiplies fp16 and bf16 alone, got {dtype_name(call.q.dtype)}"
-        if call.effective_window or call.softcap > 0:
-            return f"takes neither window nor softcap, got window {call.window} and softcap {call.softcap}"
+        if call.softcap > 0:
+            return f"takes no softcap, got {call.softcap}"
         if call.head_dim != call.value_dim or call.head_dim > _MAX_HEAD or call.head_dim % 16:
             sizes = f"multiples of 16 up to {_MAX_HEAD}"
             return f"heads of keys and values must be of one size, {sizes}, got {call.head_dim} and {call.value_dim}"
@@ -147,14 +147,14 @@ def _delta(call: BackwardCall) -> Launch:
 
 def _pass(call: BackwardCall, own: dict[str, Any], rows: int, step: int, stages: int, of_keys: bool) -> Launch:
     heads, longest = (call.kv_heads, call.keys) if of_keys else (call.heads, call.queries)
-    tiles, sums = max(ceil_div(longest, rows), 1), call.lse_strides
+    tiles, sums, left = max(ceil_div(longest, rows), 1), call.lse_strides, window_left(call.effective_window)
     args = own | {
         "lse2": call.lse2, "delta": call.delta, "cu_seqlens_q": or_null(call.cu_seqlens_q),
         "cu_seqlens_k": or_null(call.cu_seqlens_k), **_strides(call, call.dk if of_keys else call.dq, "out"),
         "sums_batch_stride": sums.sequence, "sums_head_stride": sums.head, "sequences": call.batch, "heads": heads,
         "heads_per_kv": call.group, "seqlen_q": call.tokens, "seqlen_k": call.key_tokens,
-        "max_seqlen_q": call.queries, "max_seqlen_k": call.keys, "tiles_per_head": tiles, "causal": int(call.causal),
-        "softmax_scale": call.softmax_scale,
+        "max_seqlen_q": call.queries, "max_seqlen_k": call.keys, "tiles_per_head": tiles, "window_left": left,
+        "window_right": 0 if call.causal else left, "softmax_scale": call.softmax_scale,
     }  # fmt: skip
     constants = {
         "T": call.q.dtype, "HEAD_DIM": call.head_dim, "STEP": step, "WARPGROUPS": rows // 64, "STAGES": stages,
