@@ -1,5 +1,6 @@
 """attention_backward by TMA and wgmma: what is refused, how its forms are built, and that each is right."""
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -39,19 +40,20 @@ def launches(problem, config):
 
 
 def forms():
-    """Every form of either pass, once: heads, whether it is that of dk and dv, its tile, a config that has it."""
-    for n, of_keys in ((n, of_keys) for n in (64, 128) for of_keys in (True, False)):
-        for tile in (backward._DKDV if of_keys else backward._DQ)[n]:
-            yield pytest.param(n, of_keys, tile, id=f"{n}-{'dkdv' if of_keys else 'dq'}-{tile[0]}x{tile[1]}")
+    """Every form of either pass, once: heads, a soft cap, whether it is that of dk and dv, its tile."""
+    for n, softcap, of_keys in itertools.product((64, 128), (0.0, 3.0), (True, False)):
+        for tile in backward.tiles(call(n=n, softcap=softcap), of_keys):
+            name = f"{n}-{'dkdv' if of_keys else 'dq'}-{tile[0]}x{tile[1]}{'-softcap' * (softcap > 0)}"
+            yield pytest.param(n, softcap, of_keys, tile, id=name)
 
 
 PASSES = list(forms())
+FORM = ("n", "softcap", "of_keys", "tile")
 
 
 def config_with(problem, of_keys, tile):
-    width = problem.head_dim
-    other = (backward._DQ if of_keys else backward._DKDV)[width][0]
-    return kernel._config(problem, *((tile, other) if of_keys else (other, tile)))
+    other = backward.tiles(problem, not of_keys)[0]
+    return kernel.config(problem, *((tile, other) if of_keys else (other, tile)))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,6 @@ def config_with(problem, of_keys, tile):
         ({"dtype": "fp32"}, "multiplies fp16 and bf16 alone, got fp32"),
         ({"n": 192}, "must be of one size, multiples of 16 up to 128, got 192 and 192"),
         ({"n": 128, "value": 64}, "must be of one size, multiples of 16 up to 128, got 128 and 64"),
-        ({"softcap": 20.0}, "takes no softcap, got 20.0"),
         ({"layout": "misaligned"}, "q must start at a multiple of 16 bytes"),
     ],
     ids=str,
@@ -90,11 +91,11 @@ def test_configs_that_do_not_fit_are_refused(change, why):
     assert kernel.refusal(problem, default) is None and why == kernel.refusal(problem, replace(default, **change))
 
 
-@pytest.mark.parametrize(("n", "of_keys", "tile"), PASSES)
+@pytest.mark.parametrize(FORM, PASSES)
 @pytest.mark.usefixtures("hopper")
-def test_wgmmas_of_every_form_stay_in_flight(n, of_keys, tile):
+def test_wgmmas_of_every_form_stay_in_flight(n, softcap, of_keys, tile):
     """Three waits: for S, for dP and for the sums at the end. ptxas adds one to every wgmma where registers are few."""
-    problem = call(n=n)
+    problem = call(n=n, softcap=softcap)
     config = config_with(problem, of_keys, tile)
     assert kernel.refusal(problem, config) is None and config in [*kernel.configs(problem), config]
     one = launches(problem, config)[1 if of_keys else 2]
@@ -132,20 +133,21 @@ def runs_here():
     return where
 
 
-@pytest.mark.parametrize(("n", "of_keys", "tile"), PASSES)
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"m": 333, "kv_heads": 1, "heads": 2},
-        {"m": 280, "window": 70},
-        {"m": 280, "window": 90, "causal": False, "heads": 2},
-        {"m": 0, "order": "thd", "lengths": "130:70+40:200", "causal": False},
-    ],
-    ids=["causal", "window", "both sides", "packed"],
-)
-def test_every_form_is_right(n, of_keys, tile, more):
+PROBLEMS = {
+    "causal": {"m": 333, "kv_heads": 1, "heads": 2},
+    "window": {"m": 280, "window": 70},
+    "both sides": {"m": 280, "window": 90, "causal": False, "heads": 2},
+    "packed": {"m": 0, "order": "thd", "lengths": "130:70+40:200", "causal": False},
+}
+
+
+@pytest.mark.parametrize(FORM, PASSES)
+@pytest.mark.parametrize("what", PROBLEMS)
+def test_every_form_is_right(n, softcap, of_keys, tile, what):
+    if softcap and what != "causal":
+        pytest.skip("a soft cap changes no mask")
     where = runs_here()
-    one = case(**PLAIN | {"n": n, "dtype": "fp16"} | more)
+    one = case(**PLAIN | {"n": n, "softcap": softcap, "dtype": "fp16"} | PROBLEMS[what])
     config = config_with(call_for(attention_backward, one, str(where)), of_keys, tile)
     assert check(attention_backward, "cuda.hopper", one, where, config=config).refused is None
 

@@ -103,7 +103,6 @@ def _ends(lengths: list[int], device: Any) -> Tensor:
 
 FP32 = {"cuda.hopper": "fp16 and bf16 alone"}
 SIZES = {"cuda.hopper": "of one size, multiples of 16 up to 128"}
-SOFTCAP = {"cuda.hopper": "takes no softcap"}
 TMA = {"cuda.hopper": "must start at a multiple of 16 bytes"}
 
 
@@ -159,10 +158,10 @@ def _scored_cases() -> list[Case]:
         case(m=40, **small, **fp32, window=1),  # each sees its own key alone
         case(m=70, **small, **fp32, softcap=2.0),
         case(  # tanh of it is 1
-            m=40, keys=90, **small, dtype="fp16", softcap=0.3, causal=False, scale=-0.3, refused_by=SOFTCAP
+            m=40, keys=90, **small, dtype="fp16", softcap=0.3, causal=False, scale=-0.3
         ),
-        case(m=70, **small, dtype="bf16", softcap=30.0, sinks=True, dlse=False, refused_by=SOFTCAP),
-        case(**both, dtype="fp16", softcap=5.0, refused_by=SOFTCAP),
+        case(m=70, **small, dtype="bf16", softcap=30.0, sinks=True, dlse=False),
+        case(**both, dtype="fp16", softcap=5.0),
         case(**packed, **fp32, lengths="3:7+120:95+0:4+70:70", window=30, softcap=4.0),
         case(**packed, dtype="fp16", lengths="33+120", window=17, causal=False, sinks=True),
         case(**packed, **fp32, lengths="20:5+9:30", window=6, sinks=True, wrong="k2:36"),

@@ -63,6 +63,7 @@ struct BackwardParams {
     int tiles_per_head;
     int window_left;  // a query sees so many keys to the left of its position, and window_right to the right
     int window_right;
+    float softcap;
     float softmax_scale;
 };
 
@@ -104,8 +105,16 @@ struct BackwardTile {
     __device__ int streamed_token() const { return OF_KEYS ? token_q : token_k; }
 };
 
+// A score after its soft cap, cap · tanh(score / cap), and the derivative of that. 1 - tanh² is 4 · small / (1 + small)²:
+// exact where tanh is 1 in fp32.
+__device__ inline float soft_cap(float score, float cap, float& derivative) {
+    const float small = exp2_fast(fabsf(score) * (-2.0f * LOG2E) / cap), inverse = 1.0f / (1.0f + small);
+    derivative = 4.0f * small * inverse * inverse;
+    return copysignf((1.0f - small) * inverse * cap, score);
+}
+
 // The maps are those of the tensors that are kept, a and b (K and V, or Q and dO), and of those that are streamed, c and d.
-template <typename T, int HEAD_DIM, int STEP, int WARPGROUPS, int STAGES, bool OF_KEYS>
+template <typename T, int HEAD_DIM, int STEP, int WARPGROUPS, int STAGES, bool OF_KEYS, bool SOFTCAP>
 __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1) hopper_attention_backward(
     const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
     const __grid_constant__ TensorMap c_map, const __grid_constant__ TensorMap d_map, const BackwardParams<T> p) {
@@ -176,6 +185,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1) hopper_attention_ba
     for (float& each : acc_v) each = 0.0f;
     if (total > 0) {
         float scores[STEP / 2], grads[STEP / 2];  // S and dP; then P and dS
+        float derivatives[SOFTCAP ? STEP / 2 : 1];
         unsigned p16[STEP / 16][4], ds16[STEP / 16][4];
         float lse2[2], delta[2];
         if constexpr (!OF_KEYS) {
@@ -220,8 +230,14 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1) hopper_attention_ba
             before = stream;
             const float* const sums = stream.scales() + 2 * quad_lane;
 #pragma unroll
-            for (int r = 0; r < STEP / 2; ++r)
-                scores[r] = exp2_fast(scores[r] * scale_log2 - (OF_KEYS ? sums[r / 4 * 8 + r % 2] : lse2[r / 2 % 2]));
+            for (int r = 0; r < STEP / 2; ++r) {
+                const float own_lse = OF_KEYS ? sums[r / 4 * 8 + r % 2] : lse2[r / 2 % 2];
+                if constexpr (SOFTCAP)
+                    scores[r] = soft_cap(scores[r] * p.softmax_scale, p.softcap, derivatives[r]) * LOG2E;
+                else
+                    scores[r] *= scale_log2;
+                scores[r] = exp2_fast(scores[r] - own_lse);
+            }
             // From a key to the position of a query: of the pair of first rows, and over all pairs.
             const int apart = shift + (OF_KEYS ? first - tile.first : tile.first - first);
             const int least = apart - (OF_KEYS ? ROWS : STEP) + 1, most = apart + (OF_KEYS ? STEP : ROWS) - 1;
@@ -244,8 +260,10 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1) hopper_attention_ba
             }
             warpgroup_fence_operand(grads);
 #pragma unroll
-            for (int r = 0; r < STEP / 2; ++r)
+            for (int r = 0; r < STEP / 2; ++r) {
                 grads[r] = scores[r] * (grads[r] - (OF_KEYS ? sums[STEP + r / 4 * 8 + r % 2] : delta[r / 2 % 2]));
+                if constexpr (SOFTCAP) grads[r] *= derivatives[r];
+            }
             convert_p<T>(ds16, grads);
             issue_sum(acc, ds16, c);
             stream.advance();

@@ -43,6 +43,7 @@ class Config:
 # to keep wgmmas in flight, and lets each end before the next begins.
 _DKDV = {64: ((128, 80), (128, 64), (192, 32)), 128: ((128, 48), (128, 32))}
 _DQ = {64: ((192, 80), (128, 128), (192, 64)), 128: ((128, 112), (128, 80), (192, 48), (128, 96))}
+_DQ_SOFTCAP = {64: ((192, 64), (128, 96)), 128: ((128, 96), (128, 80), (192, 48))}  # it takes registers too
 
 
 class AttentionBackward(Kernel):
@@ -52,8 +53,6 @@ class AttentionBackward(Kernel):
     def refusal(self, call: BackwardCall, config: Config | None = None) -> str | None:
         if call.q.dtype not in (torch.float16, torch.bfloat16):
             return f"multiplies fp16 and bf16 alone, got {dtype_name(call.q.dtype)}"
-        if call.softcap > 0:
-            return f"takes no softcap, got {call.softcap}"
         if call.head_dim != call.value_dim or call.head_dim > _MAX_HEAD or call.head_dim % 16:
             sizes = f"multiples of 16 up to {_MAX_HEAD}"
             return f"heads of keys and values must be of one size, {sizes}, got {call.head_dim} and {call.value_dim}"
@@ -68,30 +67,29 @@ class AttentionBackward(Kernel):
         return None if config is None else self._config_refusal(call, config)
 
     def _config_refusal(self, call: BackwardCall, config: Config) -> str | None:
-        width = columns(call.head_dim)
-        for what, tile, stages, known in (
-            ("dk and dv", (config.dkdv_block_n, config.dkdv_block_m), config.dkdv_stages, _DKDV[width]),
-            ("dq", (config.dq_block_m, config.dq_block_n), config.dq_stages, _DQ[width]),
+        for what, tile, stages in (
+            ("dk and dv", (config.dkdv_block_n, config.dkdv_block_m), config.dkdv_stages),
+            ("dq", (config.dq_block_m, config.dq_block_n), config.dq_stages),
         ):
+            of_keys = what != "dq"
+            known = tiles(call, of_keys)
             if tile not in known:
                 said = ", ".join(f"{m} × {n}" for m, n in known)
                 return f"tiles for {what} of heads of {call.head_dim} must be {said}, got {tile[0]} × {tile[1]}"
-            most = _most_stages(call, *tile, of_keys=known is _DKDV[width])
+            most = _most_stages(call, *tile, of_keys=of_keys)
             if not 1 <= stages <= most:
                 return f"stages for {what} must be 1 to {most} for shared memory to hold them, got {stages}"
         return None
 
     def default(self, call: BackwardCall) -> Config:
-        width = columns(call.head_dim)
-        return self._config(call, _DKDV[width][0], _DQ[width][0])
+        return self.config(call, tiles(call, True)[0], tiles(call, False)[0])
 
-    def _config(self, call: BackwardCall, dkdv: tuple[int, int], dq: tuple[int, int]) -> Config:
+    def config(self, call: BackwardCall, dkdv: tuple[int, int], dq: tuple[int, int]) -> Config:
         stages = _most_stages(call, *dkdv, of_keys=True), _most_stages(call, *dq, of_keys=False)
         return Config(*dkdv, stages[0], *dq, stages[1])
 
     def configs(self, call: BackwardCall) -> list[Config]:
-        width = columns(call.head_dim)
-        found = [self._config(call, dkdv, dq) for dkdv in _DKDV[width] for dq in _DQ[width]]
+        found = [self.config(call, dkdv, dq) for dkdv in tiles(call, True) for dq in tiles(call, False)]
         return [c for c in found if self.refusal(call, c) is None]
 
     def estimate(self, call: BackwardCall, config: Config) -> Work:
@@ -115,6 +113,12 @@ class AttentionBackward(Kernel):
         m, n = config.dq_block_m, config.dq_block_n
         dq = {"out": call.dq, "out_v": 0} | _maps(call, m, n, (q, dout), (k, v))
         return [*found, _pass(call, dq, m, n, config.dq_stages, of_keys=False)]
+
+
+def tiles(call: BackwardCall, of_keys: bool) -> tuple[tuple[int, int], ...]:
+    """Of the pass for dk and dv, or of that for dq."""
+    known = _DKDV if of_keys else _DQ if call.softcap == 0 else _DQ_SOFTCAP
+    return known[columns(call.head_dim)]
 
 
 def _shared_bytes(rows: int, step: int, stages: int, width: int, of_keys: bool) -> int:
@@ -154,11 +158,11 @@ def _pass(call: BackwardCall, own: dict[str, Any], rows: int, step: int, stages:
         "sums_batch_stride": sums.sequence, "sums_head_stride": sums.head, "sequences": call.batch, "heads": heads,
         "heads_per_kv": call.group, "seqlen_q": call.tokens, "seqlen_k": call.key_tokens,
         "max_seqlen_q": call.queries, "max_seqlen_k": call.keys, "tiles_per_head": tiles, "window_left": left,
-        "window_right": 0 if call.causal else left, "softmax_scale": call.softmax_scale,
+        "window_right": 0 if call.causal else left, "softcap": call.softcap, "softmax_scale": call.softmax_scale,
     }  # fmt: skip
     constants = {
         "T": call.q.dtype, "HEAD_DIM": call.head_dim, "STEP": step, "WARPGROUPS": rows // 64, "STAGES": stages,
-        "OF_KEYS": of_keys,
+        "OF_KEYS": of_keys, "SOFTCAP": call.softcap > 0,
     }  # fmt: skip
     shared = _shared_bytes(rows, step, stages, columns(call.head_dim), of_keys)
     options = {"threads": threads(rows), "shared": shared}
