@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from tilery import languages
+from tilery.base import settings
 from tilery.base.spec import case
 from tilery.cli import app
 from tilery.cli import ladder as verb
@@ -102,6 +103,13 @@ def test_says_what_it_cannot_take(name, problem, said):
     with device.pretend("sm_90"):
         why = RUNGS[name].refusal(*specs(**problem))
     assert why is None if said is None else said in why
+
+
+@pytest.fixture(autouse=True)
+def no_emulator():
+    """What is said and launched is what a GPU would be."""
+    with settings.override(emulate=False):
+        yield
 
 
 def test_says_what_card_it_needs():

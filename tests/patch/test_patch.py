@@ -420,14 +420,15 @@ def test_train_and_eval_switch():
 
 
 def test_gradients_that_attention_does_not_have_are_refused(made):
-    """And with attention left in torch, a model with windows trains."""
-    model = made("mistral")
+    """And with attention left in torch, a model trains on padded sequences."""
+    model, mask = made("mistral"), torch.ones_like(PROMPT)
+    mask[0, :3] = 0
     tilery.patch(model)
-    with pytest.raises(NoBackward, match="window"):
-        model(PROMPT, labels=PROMPT)
+    with pytest.raises(NoBackward, match="mask"):
+        model(PROMPT, attention_mask=mask, labels=PROMPT)
     tilery.unpatch(model)
     tilery.patch(model, ops=("norms", "rope", "mlp", "qkv"))
-    model(PROMPT, labels=PROMPT).loss.backward()
+    model(PROMPT, attention_mask=mask, labels=PROMPT).loss.backward()
     assert model.model.layers[0].self_attn.q_proj.weight.grad.any()
 
 

@@ -12,7 +12,7 @@ from tilery.core import policy
 from tilery.core.op import REGISTRY
 
 PACKED = ("attention", "attention_lse", "attention_backward", "mla")
-CACHED = ("attention_decode", "attention_chunked", "mla_decode")
+CACHED = ("attention_decode", "attention_chunked", "mla_decode", "attention_cascade")
 BACKENDS = ["numba", "triton"]  # tests/ops/conftest.py puts their tensors where these run
 EITHER = pytest.mark.parametrize("backend", BACKENDS)
 GUARD, PATTERN = 2**16, 0x5A  # bytes before and behind a tensor, of which none may change
@@ -23,6 +23,7 @@ def drawn(name, **more):
     """34 packed tokens of three sequences, or three sequences of 64 keys in pages of 16."""
     small = {"attention": {"m": 20, "spare": 6}, "mla": {"m": 20, "nope": 16, "rope": 16, "value": 16}}
     small |= {"attention_lse": small["attention"], "attention_backward": {"m": 0}}
+    small |= {"attention_cascade": {"m": 3, "queries": 2, "prefix": 32}}
     small |= {"attention_decode": {"m": 3, "queries": 2}, "attention_chunked": {"m": 24, "chunks": "9+3+12"}}
     small |= {"mla_decode": {"m": 3, "queries": 2, "context": 64, "latent": 16, "rope": 16, "block_size": 16}}
     given = {"heads": 2, "dtype": "fp32"} | small[name]
@@ -203,6 +204,7 @@ WRONG = {
     "mla": ("k1:-1", r"mla: cu_seqlens_k\[1\] must be from 0 to 39, got -1"),
     "attention_decode": ("t9:15", r"attention_decode: block_table\[2, 1\] must be from 0 to 14, got 15"),
     "attention_chunked": ("l2:65", r"attention_chunked: lengths\[2\] must be from 0 to 64, got 65"),
+    "attention_cascade": ("p1:99", r"attention_cascade: prefix_table\[0, 1\] must be from 0 to 16, got 99"),
     "mla_decode": ("t4:-1", r"mla_decode: block_table\[1, 0\] must be from 0 to 14, got -1"),
 }
 

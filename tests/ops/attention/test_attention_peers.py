@@ -210,3 +210,18 @@ def test_what_cudnns_backward_does_not_know_is_said(more, says):
     params = {"m": 20, "n": 32, "dtype": "fp16", "dlse": False} | more
     with pytest.raises(NotImplementedError, match=says):
         right("attention_backward", "cudnn", params)
+
+
+@pytest.mark.parametrize(
+    ("op", "params"),
+    [
+        ("attention_cascade", {"m": 5, "queries": 3, "groups": "2+3", "prefix_lengths": "200+33", "prefix": 200}),
+        ("attention_cascade", {"m": 6, "groups": "2+0+1", "lengths": "64+1+33+64+12+5", "prefix_lengths": "256+9+0"}),
+        ("merge_attention_backward", {"parts": 5, "m": 9, "n": 128, "batch": 3, "order": "bhsd"}),
+        ("merge_attention_backward", {"parts": 3, "m": 9, "order": "thd", "dlse": False}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_torch_gives_what_merges_and_cascades_do(op, params, dtype):
+    assert right(op, "torch", params | {"dtype": dtype})

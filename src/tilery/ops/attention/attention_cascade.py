@@ -9,7 +9,8 @@ from tilery.base.errors import require
 from tilery.base.spec import Bucket, Cost
 from tilery.core.indices import require_offsets
 from tilery.core.op import op
-from tilery.ops.attention import cascade_cases, paged
+from tilery.core.peers import baselines
+from tilery.ops.attention import cascade_cases, paged, paged_peers
 from tilery.ops.attention.attention import model_sizes
 from tilery.ops.attention.attention_decode import check_tokens
 from tilery.ops.attention.cascade import CascadeCall
@@ -64,7 +65,7 @@ def bucket(call: CascadeCall) -> Bucket:
         "numba": "tilery.ops.attention.numba.cascade:attention_cascade",
         "triton": "tilery.ops.attention.triton.cascade:attention_cascade",
     },
-    baselines={}, model_sizes=model_sizes, cases=cascade_cases.cases(),
+    baselines=baselines(torch=paged_peers.cascade), model_sizes=model_sizes, cases=cascade_cases.cases(),
 )  # fmt: skip
 def attention_cascade(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, block_table: Tensor, prefix_lengths: Tensor,

@@ -1,5 +1,7 @@
 """Contract of attention_sinks_backward: the gradient of attention's sinks."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from tilery.core.peers import Compiled, baselines
 from tilery.ops.attention import backward_cases
 from tilery.ops.attention.call import LAYOUTS, SinksBackwardCall
 from tilery.ops.attention.checks import HEAD_DIMS, check_per_head, check_results
+from tilery.ops.rope import heads
 
 _ALLOWED = {torch.float32: 5e-6}
 
@@ -47,6 +50,10 @@ def _torch(dout: Tensor, dlse: Tensor | None, result: Tensor, lse: Tensor, sinks
     return -terms.sum(-1) if layout == "thd" else -terms.sum((0, 2))
 
 
+def _heads_of(model: Any) -> list[dict[str, int]]:
+    return [{"heads": sizes["heads"], "n": sizes["n"]} for sizes in heads.model_sizes(model)]
+
+
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=backward_cases.sinks_inputs, allowed=_ALLOWED,
     call_type=SinksBackwardCall, rows_cancel=True,
@@ -54,7 +61,7 @@ def _torch(dout: Tensor, dlse: Tensor | None, result: Tensor, lse: Tensor, sinks
         "numba": "tilery.ops.attention.numba.sinks:attention_sinks_backward",
         "triton": "tilery.ops.attention.triton.sinks:attention_sinks_backward",
     },
-    baselines=baselines(torch=_torch, compile=Compiled(_torch)),
+    baselines=baselines(torch=_torch, compile=Compiled(_torch)), model_sizes=_heads_of,
     cases={"test": backward_cases.sinks_cases(), **backward_cases.sinks_bench_cases()},
 )  # fmt: skip
 def attention_sinks_backward(

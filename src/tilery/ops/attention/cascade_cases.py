@@ -29,9 +29,9 @@ def inputs(
     require(sum(sharing) <= m, f"groups must be {m} sequences at most, got {groups!r}")
     require(len(own) == m and len(long) == len(sharing), f"lengths must be {m}, prefix_lengths {len(sharing)}")
     # One cache: a table of all, of which the prefixes' rows are the first.
-    most = max(keys, prefix, 1)
+    room = [prefix] * len(long) + [keys] * m
     kind = random.dtype_of(dtype if format == "none" else format)
-    k, v, table = paged_cases.draw_cache([*long, *own], most, kv_heads, n, kind, block_size, layout, g)
+    k, v, table = paged_cases.draw_cache([*long, *own], room, kv_heads, n, kind, block_size, layout, g)
     assert table is not None
     ends = [end * queries for end in accumulate(sharing, initial=0)]
     held, shared, edges = (paged_cases.integers(x, g) for x in (own, long, ends))

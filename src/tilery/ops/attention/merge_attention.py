@@ -148,13 +148,15 @@ def inputs(
 
 
 def backward_inputs(
-    parts: int, m: int, dlse: bool = True, device: str = "cuda", seed: int = 0, **more: Any
-) -> dict[str, Any]:
-    given = inputs(parts, m, device=device, seed=seed, **more)
+    parts: int, m: int, heads: int = 4, n: int = 64, dtype: str = "fp32", out: str = "", batch: int = 1,
+    order: str = "bshd", empty: str = "", strength: float = 3.0, dlse: bool = True, layout: str = "contiguous",
+    special: str = "none", device: str = "cuda", seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    given = inputs(parts, m, heads, n, dtype, out, batch, order, empty, strength, layout, special, device, seed)
     g = random.generator(seed + 1, device)
     wide = given["outs"].double(), given["lses"].double()
     out, lse = merge_attention.reference(*wide, given["layout"], None)
-    kind = random.dtype_of(given.pop("out_dtype") or more.get("dtype", "fp32"))
+    kind = random.dtype_of(given.pop("out_dtype") or dtype)
     dout = torch.randn(out.shape, generator=g, device=g.device).to(kind)
     return {
         "dout": dout, "dlse": random.away_from_zero(lse.shape, g) if dlse else None, "outs": given["outs"],
@@ -218,6 +220,17 @@ def _torch(outs: Tensor, lses: Tensor, layout: str, out_dtype: str | None) -> tu
     return (p.unsqueeze(-1) * outs).sum(0).to(kind), lses.logsumexp(0)
 
 
+def _torch_backward(
+    dout: Tensor, dlse: Tensor | None, outs: Tensor, lses: Tensor, result: Tensor, lse: Tensor, layout: str
+) -> tuple[Tensor, Tensor]:
+    """In fp32; a row that all parts leave empty is NaN here."""
+    p = torch.exp(lses - lse)
+    shift = (dout.float() * result).sum(-1) - (0 if dlse is None else _by_row(dlse, layout).squeeze(-1))
+    dlses = _by_row(p, layout).squeeze(-1) * ((dout.float() * outs).sum(-1) - shift)
+    douts = (_by_row(p, layout) * dout).to(outs.dtype)
+    return douts, dlses if layout == "bhsd" else dlses.transpose(-1, -2).contiguous()
+
+
 def _backward(call: Any, grads: Any) -> dict[str, Tensor]:
     dout = torch.zeros_like(call.out) if grads.out is None else grads.out
     douts, dlses = merge_attention_backward(dout, grads.lse, call.outs, call.lses, call.out, call.lse, call.layout)
@@ -239,7 +252,8 @@ def _by_row(lses: Tensor, layout: str) -> Tensor:
         "numba": "tilery.ops.attention.numba.merge:merge_attention_backward",
         "triton": "tilery.ops.attention.triton.merge:merge_attention_backward",
     },
-    baselines={}, model_sizes=_heads_of, cases={"test": backward_cases(), **bench_cases()},
+    baselines=baselines(torch=_torch_backward, compile=Compiled(_torch_backward)),
+    model_sizes=_heads_of, cases={"test": backward_cases(), **bench_cases()},
 )  # fmt: skip
 def merge_attention_backward(
     dout: Tensor, dlse: Tensor | None, outs: Tensor, lses: Tensor, result: Tensor, lse: Tensor, layout: str = "bshd"

@@ -28,27 +28,34 @@ _LAYOUTS = ("contiguous", "padded", "misaligned", "far", "together")
 
 
 def draw_cache(
-    lengths: list[int], keys: int, kv_heads: int, size: int, kind: torch.dtype, block_size: int, layout: str, g: Any,
-    scattered: bool = True,
+    lengths: list[int], keys: int | list[int], kv_heads: int, size: int, kind: torch.dtype, block_size: int,
+    layout: str, g: Any, scattered: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Caches that are NaN where no sequence is, and a table; block_size 0: in one piece, without a table.
 
+    There is room for so many `keys` of each sequence.
     `layout` padded: views of one tensor with more heads; together: views of [blocks, 2, …]; far: tokens far apart.
     A sequence's blocks are anywhere if `scattered`, else one after another.
     """
-    pages = block_size or keys
-    most = -(-keys // pages) if block_size else 1
-    blocks = len(lengths) * most + (3 if block_size else 0)
+    room = [keys] * len(lengths) if isinstance(keys, int) else keys
+    pages = block_size or max(room, default=keys if isinstance(keys, int) else 0)
+    needed = [-(-each // pages) if block_size else 1 for each in room]
+    most, held = max(needed, default=0), sum(needed)
+    blocks = held + (3 if block_size else 0)
     k, v = _laid((blocks, pages, kv_heads, size), kind, layout, g)
     order = torch.randperm(blocks, generator=g, device=g.device)
     order = order if scattered else torch.arange(blocks, device=g.device)
-    table = order[: len(lengths) * most].view(len(lengths), most).to(torch.int32)
+    counts = torch.tensor(needed, dtype=torch.int64, device=g.device)
+    row = torch.repeat_interleave(counts, output_size=held)  # of the table, for each block
+    has = row, torch.arange(held, device=g.device) - (counts.cumsum(0) - counts)[row]
+    table = torch.full((len(lengths), most), 2**30, dtype=torch.int32, device=g.device)
+    table[has] = order[:held].to(torch.int32)
     ends = torch.tensor(lengths, dtype=torch.int32, device=g.device).view(-1, 1, 1)
     there = torch.arange(most * pages, device=g.device).view(most, pages) < ends  # [sequences, most, pages]
-    where = table.flatten().long() if block_size else slice(0, len(lengths))
+    where = table[has].long() if block_size else slice(0, len(lengths))
     for cache in (k, v):
-        values = torch.randn(len(lengths) * most, pages, kv_heads, size, generator=g, device=g.device)
-        values = values.masked_fill(~there.view(len(lengths) * most, pages, 1, 1), float("nan")).to(kind)
+        values = torch.randn(held, pages, kv_heads, size, generator=g, device=g.device)
+        values = values.masked_fill(~there[has].view(held, pages, 1, 1), float("nan")).to(kind)
         if kind in FP8:  # torch puts bytes, not fp8
             cache, values = cache.view(torch.uint8), values.view(torch.uint8)
         cache[where] = values

@@ -202,3 +202,41 @@ def chunked_flash(
         made: Any = torch.ops.aten._scaled_dot_product_flash_attention(*qkv, 0.0, True, scale=scale)
         out[tokens] = made[0][0].transpose(0, 1)
     return out
+
+
+def _prefix_of(cu_prefix_q: Tensor, sequences: int, queries: int) -> Tensor:
+    """The prefix of each sequence's first token; one past the last where it has none."""
+    first = torch.arange(sequences, device=cu_prefix_q.device, dtype=torch.int32) * queries
+    return torch.searchsorted(cu_prefix_q[1:], first, right=True)
+
+
+def _prefix_and_own(
+    cache: Tensor, lengths: Tensor, table: Tensor, prefix_lengths: Tensor, prefix_table: Tensor, cu_prefix_q: Tensor,
+    queries: int,
+) -> Tensor:  # fmt: skip
+    """[B, G, keys of a prefix and own ones, D]: every sequence has its prefix for itself."""
+    which = _prefix_of(cu_prefix_q, len(lengths), queries).clamp(max=len(prefix_lengths) - 1)
+    shared, own = _gather(cache, prefix_lengths, prefix_table)[which], _gather(cache, lengths, table)
+    return torch.cat((shared, own), 1).transpose(1, 2).contiguous()
+
+
+_keys, _values = Saved(_prefix_and_own), Saved(_prefix_and_own)
+
+
+def cascade(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, block_table: Tensor, prefix_lengths: Tensor,
+    prefix_table: Tensor, cu_prefix_q: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
+    scale: float | None, softcap: float,
+) -> Tensor:  # fmt: skip
+    """Each sequence with a copy of its prefix, which all of its tokens must have."""
+    _require_without("torch's attention", k_scale=k_scale, v_scale=v_scale, sinks=sinks, softcap=softcap)
+    sequences, queries = q.shape[:2]
+    where = lengths, block_table, prefix_lengths, prefix_table, cu_prefix_q, queries
+    k, v = _keys(k_cache, *where), _values(v_cache, *where)
+    most = k_cache.shape[1] * prefix_table.shape[1]
+    of_prefix = torch.cat((prefix_lengths, prefix_lengths.new_zeros(1)))[_prefix_of(cu_prefix_q, sequences, queries)]
+    key, token = (torch.arange(size, device=q.device) for size in (k.shape[2], queries))
+    own = key - most <= lengths.view(-1, 1, 1) - queries + token.view(-1, 1)
+    seen = torch.where(key < most, key < of_prefix.view(-1, 1, 1), own).unsqueeze(1)
+    by_head = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, seen, scale=scale, enable_gqa=True)
+    return by_head.transpose(1, 2)

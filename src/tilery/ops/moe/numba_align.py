@@ -27,7 +27,9 @@ def local_expert(ids, expert_map, index, experts, known):
 def _moe_align(threads, ids, expert_map, made, count, experts, known, block, blocks):
     """made: order, inverse, offsets, counts, block_experts."""
     order, inverse, offsets, counts, block_experts = made
-    slots = np.zeros(experts + 1, np.int64)  # of each expert the next one
+    slots = np.empty(experts + 1, np.int64)  # of each expert the next one
+    for expert in range(experts + 1):  # Numba would fill np.zeros by all threads, which a forked child does not have
+        slots[expert] = 0
     for i in range(count):
         expert = local_expert(ids, expert_map, i, experts, known)
         if expert >= 0:
