@@ -155,12 +155,12 @@ def backward_inputs(
     given = inputs(parts, m, heads, n, dtype, out, batch, order, empty, strength, layout, special, device, seed)
     g = random.generator(seed + 1, device)
     wide = given["outs"].double(), given["lses"].double()
-    out, lse = merge_attention.reference(*wide, given["layout"], None)
+    result, lse = merge_attention.reference(*wide, given["layout"], None)
     kind = random.dtype_of(given.pop("out_dtype") or dtype)
-    dout = torch.randn(out.shape, generator=g, device=g.device).to(kind)
+    dout = torch.randn(result.shape, generator=g, device=g.device).to(kind)
     return {
         "dout": dout, "dlse": random.away_from_zero(lse.shape, g) if dlse else None, "outs": given["outs"],
-        "lses": given["lses"], "result": out.to(kind), "lse": lse.float(), "layout": given["layout"],
+        "lses": given["lses"], "result": result.to(kind), "lse": lse.float(), "layout": given["layout"],
     }  # fmt: skip
 
 

@@ -166,6 +166,7 @@ def _cases() -> list[Case]:
     small: dict[str, Any] = {"n": 24, "k": 40, "experts": 6, "topk": 2, "dtype": "fp32"}
     return [
         case(m=37, n=33, k=65, experts=5, topk=3, dtype="fp32"),  # odd tails on every side
+        case(m=9, n=24, k=40, experts=3, topk=2, dtype="fp16"),
         case(m=70, n=72, k=136, experts=4, topk=2, dtype="fp16"),
         case(m=70, n=72, k=136, experts=4, topk=2, dtype="bf16"),
         case(m=1, n=48, k=96, experts=16, topk=4, dtype="fp16"),  # one token: no expert has two
