@@ -4,6 +4,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+import tilery
+
 SMALL = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None,
@@ -49,3 +51,17 @@ def make(name, of=AutoModelForCausalLM, attention="eager", **more):
     for weight in model.parameters():  # as drawn, they are so small that no query prefers a key
         weight.mul_(8) if weight.ndim > 1 else weight.normal_(1.0, 0.5)
     return model
+
+
+@torch.no_grad()
+def both(model, what, *args, **kwargs):
+    """Before a patch and with it, which stays."""
+    before = what(*args, **kwargs)
+    report = tilery.patch(model)
+    return before, what(*args, **kwargs), report
+
+
+def same(ours, theirs, mask=None):
+    if mask is not None:  # of what is padding nothing is asked
+        ours, theirs = (x[mask.bool()] for x in (ours, theirs))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

@@ -64,7 +64,7 @@ def _signature(config: type) -> str:
 def decide(op: "Op", call: Call, backend: str | None, config: Any) -> Plan:
     """Explicit, then tuned for this bucket and device, then the first of our kernels that takes it with its default.
 
-    A library's kernel runs where it is named or tuned alone: no call becomes torch's unnoticed. So is an emulated one.
+    A library's kernel, and an emulated one, runs where it is named or tuned alone: no call becomes torch's unnoticed.
     """
     if backend is not None and backend not in tuple(op.kernels):  # it may be anything, also what has no hash
         raise BadInput(f"{op.name}: backend must be one of {', '.join(op.kernels)}, got {backend!r}")

@@ -33,7 +33,7 @@ FORWARDS.add(
     "bias-of-an-mlp-forgotten",
     'if state.act == "silu" and bias is None:',
     'if state.act == "silu":',
-    "test_patch.py::test_biases_of_an_mlp",
+    "test_patch_refused.py::test_biases_of_an_mlp",
 )
 FORWARDS.add(
     "norm-after-attention-skipped",
@@ -63,7 +63,7 @@ FORWARDS.add(
     "rotated-in-place-in-training",
     "trained = torch.is_grad_enabled() and any(",
     "trained = torch.is_inference_mode_enabled() and any(",
-    "test_patch.py::test_a_training_step[llama-plain]",
+    "test_patch_training.py::test_a_training_step[llama-plain]",
 )
 FORWARDS.add(
     "what-a-hook-keeps-overwritten",
@@ -87,13 +87,13 @@ FORWARDS.add(
     "dropout-at-inference",
     "dropout = self.attention_dropout if self.training else 0.0",
     "dropout = self.attention_dropout",
-    "test_patch.py::test_dropout_of_attention_is_for_training",
+    "test_patch_training.py::test_dropout_of_attention_is_for_training",
 )
 FORWARDS.add(
     "gradients-to-the-wrong-parameters",
     "return None, *grad.split(ctx.sizes)",
     "return None, *reversed(grad.split(ctx.sizes))",
-    "test_patch.py::test_a_training_step[gemma-plain]",
+    "test_patch_training.py::test_a_training_step[gemma-plain]",
 )
 FORWARDS.add(
     "parameters-that-moved-not-seen",
@@ -185,7 +185,7 @@ UNDO.add(
     "generate-batch-let-through",
     "            if hasattr(self.model, name):\n                vars(self.model)[name] = refuse_paged",
     "            pass",
-    "test_patch.py::test_what_is_refused",
+    "test_patch_refused.py::test_what_is_refused",
 )
 
 PROOF.add(

@@ -107,7 +107,7 @@ class Cascade(Kernel):
         return next((why for why in found if why is not None), None)
 
     def defaults(self, call: Any) -> tuple[Any, Any]:
-        """Of the two passes."""
+        """Default configs of the two passes."""
         prefix, own = (kernel.default(pass_of(call, i)) for i, kernel in enumerate(self.passes))
         return prefix, own
 

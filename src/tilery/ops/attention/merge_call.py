@@ -49,7 +49,7 @@ class MergeCall(Call):
         return Sizes(parts, outer * middle * inner, middle, inner)
 
     def steps(self, x: TensorSpec) -> Steps:
-        """Of outs, or of a tensor that has no parts: a result or its gradient."""
+        """Elements from row to row of outs, or of a tensor that has no parts: a result or its gradient."""
         return self._steps(x, LAYOUTS[self.layout][0], len(x.shape) > len(self.layout))
 
     def lse_steps(self, x: TensorSpec) -> Steps:

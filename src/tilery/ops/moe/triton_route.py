@@ -6,10 +6,8 @@ import triton.language as tl
 from tilery.base.launch import Launch
 from tilery.base.rows import rows
 from tilery.core.call import Call
-from tilery.core.kernel import Kernel
-from tilery.hardware.gpu import ARCHS
 from tilery.languages.triton_glue import pdl_wait
-from tilery.ops.sampling.triton_kernels import RowsConfig
+from tilery.ops.sampling.triton_kernels import RowsConfig, TopkRows
 from tilery.ops.sampling.triton_topk import TAKEN, keys, largest
 
 
@@ -90,25 +88,7 @@ def _moe_route(
     tl.store(ids_ptr + here, ids, mask=mask)
 
 
-class MoeRoute(Kernel):
-    archs = ARCHS
-    Config = RowsConfig
-
-    def refusal(self, call: Call, config: RowsConfig | None = None) -> str | None:
-        if config and config.rows & (config.rows - 1):
-            return f"rows must be a power of two, got {config.rows}"
-        return None
-
-    def default(self, call: Call) -> RowsConfig:
-        """As topk_softmax has it, whose loop this is."""
-        m, n, _ = rows(call.logits)
-        if m >= 1024 and n <= 512:
-            return RowsConfig(4, num_warps=4)
-        return RowsConfig(1, num_warps=1 if n <= 512 else 2)
-
-    def configs(self, call: Call) -> list[RowsConfig]:
-        return [RowsConfig(count, warps) for count, warps in ((1, 1), (1, 2), (1, 4), (2, 1), (4, 1), (4, 4), (8, 4))]
-
+class MoeRoute(TopkRows):
     def launches(self, call: Call, config: RowsConfig) -> list[Launch]:
         m, n, stride = rows(call.logits)
         args = {"x_ptr": call.logits, "bias_ptr": call.bias, "weights_ptr": call.weights, "ids_ptr": call.ids}

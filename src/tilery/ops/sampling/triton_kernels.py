@@ -246,7 +246,9 @@ class RowsConfig:
     num_warps: int
 
 
-class TopkSoftmax(Kernel):
+class TopkRows(Kernel):
+    """A kernel that picks the k largest of each row of `call.logits`."""
+
     archs = ARCHS
     Config = RowsConfig
 
@@ -266,6 +268,8 @@ class TopkSoftmax(Kernel):
         cuts = ((1, 1), (1, 2), (1, 4), (2, 1), (4, 1), (4, 4), (8, 4))
         return [RowsConfig(count, warps) for count, warps in cuts]
 
+
+class TopkSoftmax(TopkRows):
     def launches(self, call: Call, config: RowsConfig) -> list[Launch]:
         m, n, stride = rows(call.logits)
         args = {"x_ptr": call.logits, "weights_ptr": call.weights, "indices_ptr": call.indices}

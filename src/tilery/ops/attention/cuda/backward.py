@@ -116,7 +116,7 @@ class AttentionBackward(Kernel):
 
 
 def tiles(call: BackwardCall, of_keys: bool) -> tuple[tuple[int, int], ...]:
-    """Of the pass for dk and dv, or of that for dq."""
+    """Tiles of the pass for dk and dv, or of that for dq, what is likely best first."""
     known = _DKDV if of_keys else _DQ if call.softcap == 0 else _DQ_SOFTCAP
     return known[columns(call.head_dim)]
 

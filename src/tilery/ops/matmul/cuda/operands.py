@@ -33,7 +33,7 @@ class Operand:
 
     @property
     def lines(self) -> tuple[int, int, int]:
-        """Of the matrix as it lies in memory: how many lines, of how many values, how far apart."""
+        """The matrix as it lies in memory: how many lines, of how many values, how far apart."""
         return (self.k, self.rows, self.k_stride) if self.mn_major else (self.rows, self.k, self.row_stride)
 
     @property
