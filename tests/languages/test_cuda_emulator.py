@@ -291,10 +291,11 @@ def test_tma_and_wgmma_multiply(kernel):
     [(("    warpgroup_wait_all(acc);\n", ""), None),
      (("    full.wait(0);\n", ""), None),
      (("tma_load_2d(full, smem + 8192", "tma_load_2d(full, smem + 8200"), "multiples of 128 bytes"),
+     (("tma_load_2d(full, smem, a, 0, 0)", "tma_load_2d(full, smem, a, 4, 0)"), "multiples of 16 bytes"),
      (("smem_desc_k_major(smem + 8192) + 2 * k", "smem_desc_k_major(smem + 8192) + 2 * k + threadIdx.x / 64"),
       "threads of a warpgroup issue different wgmmas"),
      (("k < 4;", "k < (threadIdx.x < 32 ? 3 : 4);"), "no thread can go on")],
-    ids=["no wait for wgmma", "no wait for TMA", "misaligned", "different descriptors", "some threads only"],
+    ids=["no wait for wgmma", "no wait for TMA", "misaligned", "between 16 bytes", "different descriptors", "some threads only"],
 )  # fmt: skip
 def test_mistakes_with_tma_and_wgmma_are_noticed(kernel, broken, said):
     a, b, out, wanted = operands()

@@ -15,7 +15,12 @@ std::size_t shared_size = 0;
 
 namespace {
 
+// Steps that an operation takes on average while threads can go on. In every other launch it is LATE, so that whoever
+// does not wait for it comes first.
+constexpr unsigned SOON = 8, LATE = 4096;
+
 constexpr std::size_t STACK = 512 * 1024;
+unsigned patience = SOON;
 constexpr unsigned char POISON = 0xff;  // NaN in every floating-point type
 
 struct Launch {
@@ -158,7 +163,7 @@ std::string deadlock() {
 }
 
 void take_step() {
-    if (!operations.empty() && (ready.empty() || randomness() % 8 == 0)) {
+    if (!operations.empty() && (ready.empty() || randomness() % patience == 0)) {
         const std::size_t i = randomness() % operations.size();
         const auto operation = std::move(operations[i]);
         operations[i] = std::move(operations.back());
@@ -429,6 +434,7 @@ extern "C" const char* emulator_launch(void (*body)(void**), void** args, int bl
     }
     shared_size = static_cast<std::size_t>(shared), steps = 0, error.clear();
     randomness.seed(seed);
+    patience = randomness() % 2 ? SOON : LATE;
     if (setjmp(failed)) {
         if (error.find("block ") != 0) error = where() + error;
         current = nullptr, place = nullptr;
