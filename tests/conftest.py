@@ -33,6 +33,7 @@ os.environ.pop("TILERY_CONFIG_DIR", None)
 os.environ.pop("TILERY_EXPLAIN", None)
 
 import tilery.ops  # noqa: E402, F401  fills the registry, whichever test runs alone
+from gpu_context import pytest_runtest_logfinish  # noqa: E402, F401  pytest looks for it here
 from tilery.base import settings  # noqa: E402
 from tilery.core import tuned  # noqa: E402
 from tilery.core.op import Op  # noqa: E402
@@ -56,20 +57,6 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-
-
-def pytest_runtest_logfinish(nodeid):
-    """A kernel that left its memory ends its process's context: every later test there would fail for it."""
-    if not torch.cuda.is_initialized():
-        return
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        said = f"the GPU's context broke in {nodeid}: {str(error).splitlines()[0]}"
-        if "PYTEST_XDIST_WORKER" in os.environ:
-            print(said, file=sys.stderr, flush=True)
-            os._exit(1)  # pytest-xdist starts another worker for the tests that are left
-        pytest.exit(said + "; with -n 2 the tests after it would run too", returncode=1)
 
 
 def pytest_unconfigure():

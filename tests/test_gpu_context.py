@@ -1,11 +1,11 @@
-"""What the set-up of the tests does where a GPU's context is broken."""
+"""What ends a process whose CUDA context is broken."""
 
 import os
 
 import pytest
 import torch
 
-import conftest
+from gpu_context import pytest_runtest_logfinish
 
 
 def _broken():
@@ -22,7 +22,7 @@ def broken(monkeypatch):
 def test_a_process_whose_context_is_broken_ends(broken):
     broken.delenv("PYTEST_XDIST_WORKER", raising=False)
     with pytest.raises(pytest.exit.Exception, match=r"broke in tests/test_it\.py: CUDA error: an illegal"):
-        conftest.pytest_runtest_logfinish("tests/test_it.py")
+        pytest_runtest_logfinish("tests/test_it.py")
 
 
 def test_a_worker_whose_context_is_broken_ends_for_another_to_start(broken, capsys):
@@ -30,7 +30,7 @@ def test_a_worker_whose_context_is_broken_ends_for_another_to_start(broken, caps
     broken.setenv("PYTEST_XDIST_WORKER", "gw0")
     broken.setattr(os, "_exit", lambda code: codes.append(code) or (_ for _ in ()).throw(SystemExit(code)))
     with pytest.raises(SystemExit):
-        conftest.pytest_runtest_logfinish("tests/test_it.py")
+        pytest_runtest_logfinish("tests/test_it.py")
     assert codes == [1] and "broke in tests/test_it.py" in capsys.readouterr().err
 
 
@@ -39,5 +39,5 @@ def test_a_context_that_works_and_none_at_all_change_nothing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append(1))
     for there in (False, True):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda there=there: there)
-        conftest.pytest_runtest_logfinish("tests/test_it.py")
+        pytest_runtest_logfinish("tests/test_it.py")
     assert asked == [1]
