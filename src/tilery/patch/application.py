@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tilery.base.errors import BadInput, ToolMissing, require
 from tilery.base.spec import dtype_name
 from tilery.ops.attention.checks import HEAD_DIMS
-from tilery.patch import forwards, joined, loss, register_attention, swap, verify
+from tilery.patch import experts, forwards, joined, loss, register_attention, swap, verify
 from tilery.patch.architectures import Architecture, Heads
 from tilery.patch.attention import BACKENDS
 from tilery.patch.forwards import State
@@ -29,6 +29,7 @@ OPS = {
     "norms": ("rms_norm", "add_rms_norm"),
     "rope": ("rope_", "rope"),
     "qkv": ("linear",),
+    "experts": ("moe_route", "fused_moe"),
     "attention": ("attention", "attention_decode"),
     "loss": ("fused_linear_cross_entropy",),
 }
@@ -79,8 +80,6 @@ class Application:
                 act(name, module)
         for suffix, why in self.known.stays.items():
             count = len(by_class.get(self._class(suffix), ()))
-            if suffix == "Experts":
-                why += f" ({getattr(self.model.config, '_experts_implementation', None) or 'eager'})"
             pieces = [piece for piece in ("qkv", "rope") if piece in self.pieces] if suffix == "Attention" else []
             self.left.update({(", ".join(pieces), self.known.prefix + suffix, why): count})
         if "attention" in self.pieces:
@@ -93,7 +92,7 @@ class Application:
         require(bool(self.done), f"nothing of the model could be replaced:\n{self.report}")
 
     def _actions(self) -> dict[str, Callable[[str, nn.Module], None]]:
-        """By the suffix of a class. Layers come last: they need their norms patched."""
+        """By the suffix of a class. What needs others patched comes after them: routers, layers."""
         wanted: dict[str, Callable[[str, nn.Module], None]] = {}
         if "norms" in self.pieces:
             wanted["RMSNorm"] = self._norm
@@ -101,6 +100,10 @@ class Application:
             wanted["MLP"] = self._mlp
         if self.known.heads and {"rope", "qkv"} & set(self.pieces):
             wanted["Attention"] = self._heads
+        if "experts" in self.pieces and (routed := self.known.experts):
+            wanted |= {"Experts": self._experts, routed.router: self._router}
+            if routed.adds:
+                wanted[routed.adds] = self._with_shared
         if "norms" in self.pieces and self.known.layer:
             wanted["DecoderLayer"] = self._layer
         return wanted
@@ -149,6 +152,39 @@ class Application:
             state = State(self.backends, joined=Joined(*names), act=act or "")
             self._replace(name, module, forwards.mlp, state, {"mlp": ops})
             state.joined.parts(module)  # type: ignore[union-attr]
+
+    def _experts(self, name: str, module: Any) -> None:
+        how = self.known.experts
+        assert how is not None, "asked for experts"
+        why = _missing(module, *experts.needed(how)) or swap.refusal(self._block(name))
+        why = why or self._weight_refusal(module, "gate_up_proj", "down_proj")
+        why = why or experts.refusal(module, how, _act(module))
+        if why is not None:
+            own = getattr(self.model.config, "_experts_implementation", None) or "eager"
+            why += f"; transformers runs them ({own})"
+        if self._fits("experts", module, why):
+            self._replace(name, module, experts.experts, State(self.backends, routed=how), {"experts": ("fused_moe",)})
+
+    def _router(self, name: str, module: Any) -> None:
+        how = self.known.experts
+        assert how is not None, "asked for experts"
+        why = self._experts_refusal(name) or _missing(module, *experts.needed_of_router(how))
+        if self._fits("experts", module, why or experts.router_refusal(module, how)):
+            state = State(self.backends, routed=how, aside=experts.aside)
+            self._replace(name, module, experts.router, state, {"experts": ("moe_route",)})
+
+    def _with_shared(self, name: str, module: Any) -> None:
+        why = self._experts_refusal(f"{name}.experts") or _missing(module, "gate", "experts", "shared_experts")
+        if self._fits("experts", module, why):
+            self._replace(name, module, experts.with_shared, State(self.backends), {"experts": ("fused_moe",)})
+
+    def _block(self, name: str) -> nn.Module:
+        """What the experts or the router of this name are a part of."""
+        return self.model.get_submodule(name.rpartition(".")[0])
+
+    def _experts_refusal(self, name: str) -> str | None:
+        found = getattr(self._block(name), "experts", None)
+        return None if hasattr(found, swap.STATE) else f"its experts, {type(found).__name__}, are not patched"
 
     def _heads(self, name: str, module: Any) -> None:
         heads = self.known.heads
@@ -229,13 +265,14 @@ class Application:
         layers = [getattr(module, name) for name in names]
         return joined.refusal(layers) or next(filter(None, map(self._weight_refusal, layers)), None)
 
-    def _weight_refusal(self, module: Any) -> str | None:
+    def _weight_refusal(self, module: Any, *names: str) -> str | None:
         """Ops take weights of the dtype that they are given."""
-        weight, model = module.weight, self.model.dtype
-        if type(weight.data) is not Tensor:
-            return f"its weight is a {type(weight.data).__name__}, not a plain tensor"
-        given, wanted = dtype_name(weight.dtype), dtype_name(model)
-        return None if weight.dtype == model else f"its weight is {given} in a model of {wanted}"
+        for weight in (getattr(module, name) for name in names or ("weight",)):
+            if type(weight.data) is not Tensor:
+                return f"its weight is a {type(weight.data).__name__}, not a plain tensor"
+            if weight.dtype != self.model.dtype:
+                return f"its weight is {dtype_name(weight.dtype)} in a model of {dtype_name(self.model.dtype)}"
+        return None
 
     # Keeping count
 

@@ -1,9 +1,9 @@
 """What is patched in each architecture of transformers, as a table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-USUAL = ("norms", "rope", "mlp", "qkv", "attention")
+USUAL = ("norms", "rope", "mlp", "qkv", "experts", "attention")
 PIECES = (*USUAL, "loss")  # the last is patched where it is asked for: a training step then has no logits to hand out
 
 
@@ -30,6 +30,22 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Experts and their router. What the router knows is named by its attributes."""
+
+    router: str = "TopKRouter"  # suffix of its class
+    adds: str = ""  # suffix of the class that adds shared experts
+    scoring: str = "softmax"  # as moe_route takes it
+    renormalizes: bool | str = True
+    scaling: str = ""
+    bias: str = ""  # of scores, in the choice alone
+    groups: tuple[str, ...] = ()  # their number, and how many of them a token chooses from
+    wide: bool = False  # whether logits are computed in fp32
+    only: tuple[str, ...] = ()  # an attribute, the value that is patched, why another is not
+    interleaved: bool = False  # whether gate and up alternate in [E, H, 2I], with biases, a limit and alpha
+
+
+@dataclass(frozen=True)
 class Architecture:
     prefix: str  # of its classes: LlamaRMSNorm, LlamaAttention …
     module: str = ""  # transformers.models.<module>.modeling_<module>; the architecture's own name if empty
@@ -38,23 +54,30 @@ class Architecture:
     heads: Heads | None = field(default_factory=Heads)
     mlp: bool = True
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")  # or one that makes both
+    experts: Experts | None = None
     stays: Mapping[str, str] = field(default_factory=dict)  # suffix of a class -> why it stays in torch
 
 
-_EXPERTS = "experts are not patched; transformers' own implementation of them runs"
-_ROUTER = "routers are not patched"
 _LATENT = "latent attention (MLA) is not patched: its projections and rotation stay"
+_BEST_OF_GROUP = "it ranks groups by their best expert, which moe_route does not; transformers' own router runs"
 _WINDOW = {"sliding_window": "sliding_window"}
 _CONFIG_WINDOW = {"sliding_window": "config.sliding_window"}
 _SANDWICH = Layer("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+_NORMED = Experts(renormalizes="norm_topk_prob")
+_DEEPSEEK = Experts("TopkRouter", renormalizes=False, scaling="routed_scaling_factor", wide=True)
 _NO_SUM = None  # the norm comes before the sum: there is nothing to fuse
 
 ARCHITECTURES = {
     "deepseek_v2": Architecture(
-        "DeepseekV2", heads=None, stays={"Attention": _LATENT, "Experts": _EXPERTS, "TopkRouter": _ROUTER}
+        "DeepseekV2", heads=None, stays={"Attention": _LATENT},
+        experts=replace(_DEEPSEEK, adds="Moe", only=("topk_method", "greedy", _BEST_OF_GROUP)),
     ),
     "deepseek_v3": Architecture(
-        "DeepseekV3", heads=None, stays={"Attention": _LATENT, "Experts": _EXPERTS, "TopkRouter": _ROUTER}
+        "DeepseekV3", heads=None, stays={"Attention": _LATENT},
+        experts=replace(
+            _DEEPSEEK, adds="MoE", scoring="sigmoid", renormalizes="norm_topk_prob", bias="e_score_correction_bias",
+            groups=("num_group", "topk_group"),
+        ),
     ),
     "gemma": Architecture("Gemma", offset=1.0),
     "gemma2": Architecture(
@@ -65,18 +88,16 @@ ARCHITECTURES = {
     ),
     "gpt_oss": Architecture(
         "GptOss", heads=Heads({**_WINDOW, "s_aux": "sinks"}, half_angles=True), mlp=False,
-        stays={"Experts": _EXPERTS, "TopKRouter": _ROUTER},
+        experts=Experts(scoring="softmax_topk", interleaved=True),
     ),
     "llama": Architecture("Llama"),
     "mistral": Architecture("Mistral", heads=Heads(_CONFIG_WINDOW)),
-    "mixtral": Architecture(
-        "Mixtral", heads=Heads(_CONFIG_WINDOW), mlp=False, stays={"Experts": _EXPERTS, "TopKRouter": _ROUTER}
-    ),
+    "mixtral": Architecture("Mixtral", heads=Heads(_CONFIG_WINDOW), mlp=False, experts=Experts()),
     "olmo2": Architecture("Olmo2", layer=_NO_SUM, heads=Heads(norms="row")),
     "olmo3": Architecture("Olmo3", layer=_NO_SUM, heads=Heads(_WINDOW, norms="row")),
     "olmoe": Architecture(
         "Olmoe", heads=Heads(_CONFIG_WINDOW, norms="row", clips=True), mlp=False,
-        stays={"Experts": _EXPERTS, "TopKRouter": _ROUTER},
+        experts=_NORMED,
     ),
     "phi3": Architecture(
         "Phi3", layer=Layer(attention_dropout="resid_attn_dropout", mlp_dropout="resid_mlp_dropout"),
@@ -84,7 +105,5 @@ ARCHITECTURES = {
     ),
     "qwen2": Architecture("Qwen2", heads=Heads(_WINDOW)),
     "qwen3": Architecture("Qwen3", heads=Heads(_WINDOW, norms="head")),
-    "qwen3_moe": Architecture(
-        "Qwen3Moe", heads=Heads(_WINDOW, norms="head"), stays={"Experts": _EXPERTS, "TopKRouter": _ROUTER}
-    ),
+    "qwen3_moe": Architecture("Qwen3Moe", heads=Heads(_WINDOW, norms="head"), experts=_NORMED),
 }  # fmt: skip

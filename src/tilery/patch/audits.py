@@ -27,6 +27,7 @@ _COMPUTES = {
     "mlp": {"linear_silu_mul", "silu_mul", "gelu_mul"},
     "qkv": {"linear"},
     "rope": {"rope", "rope_", "qk_norm_rope_"},
+    "experts": {"moe_route", "fused_moe"},
 }
 
 
@@ -112,6 +113,7 @@ class _Listener:
         self._modules: dict[int, tuple[str, nn.Module, str]] = {}  # name, module, why it is in torch if it is
         self._ran: dict[tuple[str, ...], Ran] = {}
         self._stayed: dict[str, Stayed] = {}
+        self._aside: set[str] = set()  # names of patched modules that left a call to torch
         self._timed: list[tuple[Any, Callable[[], float]]] = []
         self._lock, self._thread = threading.Lock(), threading.local()
 
@@ -134,8 +136,11 @@ class _Listener:
             if id(module) in self._models and not self._stack():
                 self.found.calls += 1
                 self._timed.append((self.found, elapsed))
-            if known[2]:
-                row = self._stayed.setdefault(name, Stayed(name, type(module).__name__, known[2]))
+            aside = _aside(module, args)
+            if aside:
+                self._aside.add(name)
+            if why := known[2] or aside:
+                row = self._stayed.setdefault(name, Stayed(name, type(module).__name__, why))
                 row.calls += 1
                 self._timed.append((row, elapsed))
 
@@ -200,21 +205,29 @@ class _Listener:
             line
             for model, record in self._models.values()
             if (record.strict if strict is None else strict)
-            for line in _idle(model, record, ran)
+            for line in _idle(model, record, ran, self._aside)
         ]
         if idle:
             shown = "".join(f"\n  {line}" for line in idle[:20]) + ("\n  …" if len(idle) > 20 else "")
             raise Wrong(f"{len(idle)} parts of a patch did not run:{shown}")
 
 
-def _idle(model: nn.Module, record: Record, ran: dict[str, set[str]]) -> Iterator[str]:
-    """What is patched and called no op."""
+def _aside(module: nn.Module, args: Any) -> str:
+    """Why a patched module left this call to torch; empty if it did not."""
+    state = vars(module).get(STATE)
+    return "" if state is None or state.aside is None or not args else state.aside(module, args[0])
+
+
+def _idle(model: nn.Module, record: Record, ran: dict[str, set[str]], aside: set[str]) -> Iterator[str]:
+    """What is patched and called no op, though torch was not to compute it."""
     for name, (module, pieces) in record.modules.items():
         parent = name.rpartition(".")[0]
         for piece in pieces:
-            if piece == "loss":  # a part of training alone
+            if piece == "loss" or name in aside:  # the loss is a part of training alone
                 continue
             computes, where = _COMPUTES[piece], name
+            if piece == "experts" and hasattr(module, "experts"):  # what adds shared experts
+                where = f"{name}.experts"
             if getattr(module, "self_attn", None) is not None:  # a layer, whose norm adds
                 computes, where = {"add_rms_norm"}, f"{name}.{vars(module)[STATE].layer.joining}"
             fused = piece == "norms" and "qk_norm_rope_" in ran.get(parent, ())

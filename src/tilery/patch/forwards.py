@@ -1,7 +1,7 @@
 """The forwards of patched modules. Each takes what the module's own forward takes; its state says how it computes."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tilery.ops as ops
-from tilery.patch.architectures import Heads, Layer
+from tilery.patch.architectures import Experts, Heads, Layer
 from tilery.patch.joined import Joined
 from tilery.patch.swap import STATE, hooked, original_class
 
@@ -29,6 +29,8 @@ class State:
     heads: Heads = field(default_factory=Heads)
     sizes: tuple[int, ...] = ()  # columns of q, k and v in their product
     rotates: bool = False
+    routed: Experts | None = None  # of experts and their router
+    aside: Callable[..., str] | None = None  # of the module and its input: why torch computes this call, if it does
     output: Any = None  # the class of a model's output
 
 
