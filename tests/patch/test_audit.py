@@ -49,15 +49,16 @@ def test_layers_ops_kernels_and_what_stays():
         **{f"model.layers.{i}.self_attn": attention for i in (0, 1)},
         **{f"model.layers.{i}.input_layernorm": {"rms_norm": 1} for i in (0, 1)},
         **{f"model.layers.{i}.post_attention_layernorm": {"add_rms_norm": 1} for i in (0, 1)},
+        "model.layers.0.mlp.gate": {"moe_route": 1},
+        "model.layers.0.mlp.experts": {"fused_moe": 1},
         "model.layers.1.mlp": {"linear_silu_mul": 1},
         "model.norm": {"rms_norm": 1},
     }
     stayed = {row.layer: row for row in found.stayed}
     assert set(stayed) == {
         "model.embed_tokens", "lm_head", "model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj",
-        "model.layers.0.mlp.experts", "model.layers.0.mlp.gate", "model.layers.1.mlp.down_proj",
+        "model.layers.1.mlp.down_proj",
     }  # fmt: skip
-    assert "experts are not patched; " in stayed["model.layers.0.mlp.experts"].why
     assert "no piece of a patch" in stayed["lm_head"].why and stayed["lm_head"].calls == 1
     times = sum(row.ms for row in found.ran) + sum(row.ms for row in found.stayed)
     assert 0 < times < found.ms

@@ -92,7 +92,7 @@ def test_each_piece_alone(made, name, piece):
     model = made(name)
     with torch.no_grad():
         before = model(PROMPT).logits
-        if piece == "mlp" and name == "olmoe":
+        if (piece == "mlp" and name == "olmoe") or (piece == "experts" and name != "olmoe"):
             with pytest.raises(BadInput, match="nothing of the model could be replaced"):
                 tilery.patch(model, ops=piece)
             return
@@ -109,12 +109,14 @@ def test_the_report(made):
         ("norms", "Qwen3MoeDecoderLayer"): (2, ("add_rms_norm",)),
         ("mlp", "Qwen3MoeMLP"): (1, ("linear_silu_mul",)),
         ("qkv", "Qwen3MoeAttention"): (2, ("linear",)),
+        ("experts", "Qwen3MoeExperts"): (1, ("fused_moe",)),
+        ("experts", "Qwen3MoeTopKRouter"): (1, ("moe_route",)),
         ("rope", "Qwen3MoeAttention"): (2, ("qk_norm_rope_", "rope")),
         ("attention", "Qwen3MoeAttention"): (2, ("attention", "attention_decode")),
     }
-    assert [(row.module, row.count) for row in report.left] == [("Qwen3MoeExperts", 1), ("Qwen3MoeTopKRouter", 1)]
-    text = str(report)
-    assert "experts are not patched" in text and max(map(len, text.splitlines())) <= 80
+    assert not report.left
+    text = str(tilery.patch(made("deepseek_v3")))
+    assert "latent attention" in text and max(map(len, text.splitlines())) <= 80
 
 
 def test_a_backend_of_all_ops_or_of_some():
@@ -371,11 +373,12 @@ def test_the_document_is_what_the_command_prints_and_what_patches_replace():
     made = CliRunner().invoke(app, ["ops", "--models"]).stdout
     assert (ROOT / "docs" / "models.md").read_text() == made, "tilery ops --models > docs/models.md"
     lines = {name: line.split(" | ") for name in ARCHITECTURES for line in made.splitlines() if f"| `{name}` |" in line}
-    for name, (_, norms, qkv, rotation, mlp, _, stays) in lines.items():
+    for name, (_, norms, qkv, rotation, mlp, experts, _, stays) in lines.items():
         report = tilery.patch(make(name))
         ops = {piece: {op for row in report.replaced if row.piece == piece for op in row.ops} for piece in PIECES}
         assert ops["norms"] == set(re.findall(r"`(\w+)`", norms))
         assert (ops["qkv"], ops["rope"]) == (set(re.findall(r"`(\w+)`", qkv)), set(re.findall(r"`(\w+)`", rotation)))
+        assert ops["experts"] == ({"fused_moe", "moe_route"} if experts else set())
         assert bool(ops["mlp"]) == bool(mlp) and ops["attention"] == {"attention", "attention_decode"}
         assert len(report.left) == len([part for part in stays.rstrip(" |").split(", ") if part])
     assert set(lines) == set(ARCHITECTURES)

@@ -11,7 +11,9 @@ from tilery.base.errors import BadInput, ToolMissing
 
 def test_what_is_refused(made):
     model = made("llama")
-    with pytest.raises(BadInput, match="ops must be some of norms, rope, mlp, qkv, attention, loss, got 'norm'"):
+    with pytest.raises(
+        BadInput, match="ops must be some of norms, rope, mlp, qkv, experts, attention, loss, got 'norm'"
+    ):
         tilery.patch(model, ops="norm")
     with pytest.raises(BadInput, match="the model is not patched"):
         tilery.unpatch(model)

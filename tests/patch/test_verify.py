@@ -9,7 +9,7 @@ from tiny import ARCHITECTURES, PROMPT, make
 import tilery
 from tilery.base.errors import Wrong
 from tilery.patch import application, architectures, forwards
-from tilery.patch.architectures import Heads, Layer
+from tilery.patch.architectures import Experts, Heads, Layer
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -40,6 +40,7 @@ def changed(monkeypatch, name, **fields):
     monkeypatch.setitem(known, name, replace(known[name], **fields))
 
 
+_V3 = architectures.ARCHITECTURES["deepseek_v3"].experts
 WRONG = {
     "no offset": ("gemma", {"offset": 0.0}),
     "no soft cap": ("gemma2", {"heads": Heads({"sliding_window": "sliding_window"})}),
@@ -51,6 +52,9 @@ WRONG = {
         {"layer": Layer("pre_feedforward_layernorm", after_mlp="post_feedforward_layernorm")},
     ),
     "no norm after the MLP": ("gemma2", {"layer": Layer("pre_feedforward_layernorm", "post_attention_layernorm")}),
+    "renormalised weights of experts": ("qwen3_moe", {"experts": Experts()}),
+    "weights of experts that are not scaled": ("deepseek_v3", {"experts": replace(_V3, scaling="")}),
+    "softmax before the choice": ("gpt_oss", {"experts": Experts(renormalizes=False, interleaved=True)}),
     "half of the angles": (
         "phi3",
         {"heads": Heads({"sliding_window": "config.sliding_window"}, ("qkv_proj",), half_angles=True)},

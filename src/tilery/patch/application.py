@@ -101,9 +101,13 @@ class Application:
         if self.known.heads and {"rope", "qkv"} & set(self.pieces):
             wanted["Attention"] = self._heads
         if "experts" in self.pieces and (routed := self.known.experts):
-            wanted |= {"Experts": self._experts, routed.router: self._router}
-            if routed.adds:
-                wanted[routed.adds] = self._with_shared
+            wanted["Experts"] = self._experts
+            for suffix, act in ((routed.router, self._router), (routed.adds, self._with_shared)):
+                name = self.known.prefix + suffix
+                if hasattr(self.modeling, name):
+                    wanted[suffix] = act
+                elif suffix:
+                    self.left["experts", name, f"transformers {transformers.__version__} has no such class"] += 1
         if "norms" in self.pieces and self.known.layer:
             wanted["DecoderLayer"] = self._layer
         return wanted
@@ -175,6 +179,9 @@ class Application:
 
     def _with_shared(self, name: str, module: Any) -> None:
         why = self._experts_refusal(f"{name}.experts") or _missing(module, "gate", "experts", "shared_experts")
+        router = getattr(self.modeling, self.known.prefix + self.known.experts.router, None)  # type: ignore[union-attr]
+        if why is None and (router is None or not isinstance(module.gate, router)):
+            why = f"its gate is a {type(module.gate).__name__}"
         if self._fits("experts", module, why):
             self._replace(name, module, experts.with_shared, State(self.backends), {"experts": ("fused_moe",)})
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: the forwards of patched experts, of their routers and of what adds shared experts, and why not."""
+"""Mixture of experts: what patched experts, routers and sums with shared experts compute, and why others stay."""
 
 from typing import Any
 
