@@ -106,6 +106,18 @@ def test_weights_are_not_copied(name, monkeypatch):
         assert w_gate_up.data_ptr() == self.gate_up_proj.data_ptr() and w_down.data_ptr() == self.down_proj.data_ptr()
 
 
+@torch.no_grad()
+def test_routers_of_deepseek_compute_in_float32():
+    model = make("deepseek_v3").bfloat16()
+    router, tokens = router_of(model), torch.randn(40, 64, dtype=torch.bfloat16)
+    logits, weights, ids = router(tokens)
+    assert logits.dtype == torch.float32
+    tilery.patch(model, ops="experts")
+    ours = router(tokens)
+    assert ours[0].equal(logits) and ours[2].sort().values.tolist() == ids.sort().values.tolist()
+    torch.testing.assert_close(ours[1].sort().values, weights.sort().values)
+
+
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 @torch.no_grad()
 def test_a_copy_has_experts_of_its_own(name):

@@ -45,8 +45,8 @@ def router(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def aside(self: nn.Module, hidden_states: Tensor) -> str:
     """Why this call of a router stays in torch; empty if it does not."""
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden_states, *self.parameters()))
-    return ASIDE if trained else ""
+    given = (hidden_states, *self.parameters())
+    return ASIDE if torch.is_grad_enabled() and any(x.requires_grad for x in given) else ""
 
 
 def with_shared(self: Any, hidden_states: Tensor) -> Tensor:

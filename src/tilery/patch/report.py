@@ -9,7 +9,7 @@ WIDTH = 80
 
 @dataclass(frozen=True)
 class Replaced:
-    piece: str  # norms, rope, mlp, qkv or attention
+    piece: str  # norms, rope, mlp, qkv, experts, attention or loss
     module: str  # its class
     count: int
     ops: tuple[str, ...]  # that its forward calls

@@ -2,14 +2,16 @@
 
 from mutations.mutation import Layer
 
-FORWARDS, UNDO, PROOF, INFER = LAYERS = (
+FORWARDS, EXPERTS, UNDO, PROOF, INFER = LAYERS = (
     Layer("patch forwards"),
+    Layer("patch experts"),
     Layer("patch undo"),
     Layer("patch proof, audit"),
     Layer("patch infer"),
 )
 
 _LOGITS = "test_patch.py::test_logits_and_greedy_tokens_stay"
+_RULES = "test_experts.py::test_the_same_experts_with_the_same_weights"
 
 FORWARDS.add(
     "offset-dropped-where-sums-are-normed",
@@ -137,6 +139,109 @@ FORWARDS.add(
     'if getattr(model.config, "final_logit_softcapping", None):',
     "if False:",
     "test_loss.py::test_what_stays_in_torch",
+)
+
+EXPERTS.add(
+    "limit-of-experts-not-read",
+    "True, float(module.limit), float(module.alpha), 1.0",
+    "True, 7.0, float(module.alpha), 1.0",
+    f"{_RULES}[gpt_oss]",
+)
+EXPERTS.add(
+    "experts-not-transposed",
+    "return w_gate_up.mT, w_down.mT, *biases",
+    "return w_gate_up.mT, w_down, *biases",
+    f"{_RULES}[gpt_oss with experts as wide as tokens]",
+)
+EXPERTS.add(
+    "choice-without-its-bias",
+    "bias = getattr(module, how.bias).float() if how.bias else None",
+    "bias = None",
+    f"{_RULES}[deepseek_v3]",
+)
+EXPERTS.add(
+    "one-group-taken-for-groups",
+    "    if groups[0] == 1:  # one group",
+    "    if groups[0] == 0:  # one group",
+    f"{_RULES}[deepseek_v3 without groups]",
+)
+EXPERTS.add(
+    "weights-of-experts-not-scaled",
+    "scaling = float(getattr(module, how.scaling)) if how.scaling else 1.0",
+    "scaling = 1.0",
+    f"{_RULES}[deepseek_v2]",
+)
+EXPERTS.add(
+    "attribute-that-renormalizes-not-read",
+    "getattr(module, how.renormalizes) if isinstance(how.renormalizes, str) else how.renormalizes",
+    "bool(how.renormalizes)",
+    f"{_LOGITS}[qwen3_moe]",
+)
+EXPERTS.add(
+    "router-in-the-models-dtype",
+    "logits = F.linear(rows.float(), self.weight.float())",
+    "logits = F.linear(rows, self.weight)",
+    "test_experts.py::test_routers_of_deepseek_compute_in_float32",
+)
+EXPERTS.add(
+    "shared-experts-forgotten",
+    "made: Tensor = self.experts(rows, ids, weights, add=shared)",
+    "made: Tensor = self.experts(rows, ids, weights)",
+    f"{_LOGITS}[deepseek_v2]",
+)
+EXPERTS.add(
+    "weights-of-experts-copied",
+    "w_gate_up, w_down = module.gate_up_proj, module.down_proj\n",
+    "w_gate_up, w_down = module.gate_up_proj, module.down_proj.clone()\n",
+    "test_experts.py::test_weights_are_not_copied[mixtral]",
+)
+EXPERTS.add(
+    "routes-where-gradients-are-needed",
+    "    if aside(self, hidden_states):\n",
+    "    if False:\n",
+    "test_patch_training.py::test_a_training_step[mixtral-plain]",
+)
+EXPERTS.add(
+    "activation-of-experts-not-asked",
+    'if not how.interleaved and act != "silu":',
+    "if False:",
+    "test_experts.py::test_another_activation_stays[mixtral]",
+)
+EXPERTS.add(
+    "groups-by-their-best-expert-let-through",
+    "if how.only and getattr(module, how.only[0]) != how.only[1]:",
+    "if False:",
+    "test_experts.py::test_groups_by_their_best_expert_stay_with_transformers",
+)
+EXPERTS.add(
+    "router-patched-without-its-experts",
+    "return None if hasattr(found, swap.STATE) else",
+    "return None if found is not None else",
+    "test_experts.py::test_another_activation_stays[mixtral]",
+)
+EXPERTS.add(
+    "block-of-another-tool-not-seen",
+    "why = _missing(module, *experts.needed(how)) or swap.refusal(self._block(name))",
+    "why = _missing(module, *experts.needed(how))",
+    "test_experts.py::test_a_block_that_another_tool_computes_stays",
+)
+EXPERTS.add(
+    "audit-hides-a-router-in-torch",
+    "if why := known[2] or aside:",
+    "if why := known[2]:",
+    "test_experts.py::test_in_training_torch_routes_and_the_audit_says_so",
+)
+EXPERTS.add(
+    "audit-misses-a-router-that-stepped-aside",
+    "                self._aside.add(name)\n",
+    "                pass\n",
+    "test_experts.py::test_in_training_torch_routes_and_the_audit_says_so",
+)
+EXPERTS.add(
+    "audit-misses-idle-experts",
+    "            if not computes & ran.get(where, set()) and not fused:\n",
+    '            if piece != "experts" and not computes & ran.get(where, set()) and not fused:\n',
+    "test_experts.py::test_a_patch_that_does_not_run_is_noticed",
 )
 
 UNDO.add(
