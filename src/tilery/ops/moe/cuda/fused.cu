@@ -21,7 +21,7 @@ __device__ float gated(float gate, float up, const Tokens<T>& t) {
 }
 
 // A line is ROWS / 2 columns of h: for each, a row of gate and one of up.
-template <typename T, int SHARE, int ROWS, int VECS, int STAGES, int WARPS, bool INTERLEAVED>
+template <typename T, int SHARE, int ROWS, int VECS, int STAGES, int WARPS, bool EVEN_K, bool INTERLEAVED>
 __global__ void __launch_bounds__(32 * WARPS)
 moe_gate_up(const __grid_constant__ Routing routing, const __grid_constant__ Weights<T> weights,
             const __grid_constant__ Tokens<T> t) {
@@ -37,10 +37,11 @@ moe_gate_up(const __grid_constant__ Routing routing, const __grid_constant__ Wei
         const int column = line * COLUMNS + r / 2;
         return INTERLEAVED ? column * 2 + r % 2 : column + r % 2 * t.size;
     };
-    WeightStream<T, SHARE, ROWS, VECS, STAGES, WARPS> stream(smem, weights, groups, lines, begin, end);
-    stream.template fill<true>(row_of);
+    using Stream = WeightStream<T, SHARE, ROWS, VECS, STAGES, WARPS, EVEN_K, decltype(row_of)>;
+    Stream stream(smem, weights, groups, row_of, lines, begin, end);
+    stream.template fill<true>();
     stream.run(
-        row_of, [&](int a) { return t.x + a / routing.topk * t.x_stride; },
+        [&](int a) { return t.x + a / routing.topk * t.x_stride; },
         [&](int group, int line, const float (&sums)[SHARE][ROWS], int n, const float (&bias)[ROWS]) {
             const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -68,26 +69,26 @@ struct Combined {
 };
 
 // A block has some rows of all experts, which are columns of y: it sums over a token's experts itself.
-template <typename T, int SHARE, int ROWS, int VECS, int STAGES, int WARPS>
+template <typename T, int SHARE, int ROWS, int VECS, int STAGES, int WARPS, bool EVEN_K>
 __global__ void __launch_bounds__(32 * WARPS)
 moe_down(const __grid_constant__ Routing routing, const __grid_constant__ Weights<T> weights,
          const __grid_constant__ Combined<T> c) {
-    using Stream = WeightStream<T, SHARE, ROWS, VECS, STAGES, WARPS>;
     extern __shared__ __align__(16) unsigned char smem[];
     __shared__ ExpertGroups<SHARE> groups;
     __shared__ float choice_weights[MAX_ASSIGNMENTS];
-    float* const parts = reinterpret_cast<float*>(smem + Stream::BYTES);  // [assignments, max_rows]
     if (threadIdx.x < routing.assignments) choice_weights[threadIdx.x] = load_settled(c.choice_weights + threadIdx.x);
     groups.find(routing);
     const int all = weights.rows / ROWS;
     const int first = static_cast<int>(i64{all} * blockIdx.x / gridDim.x);
     const int lines = static_cast<int>(i64{all} * (blockIdx.x + 1) / gridDim.x) - first;
     const auto row_of = [&](int line, int r) { return (first + line) * ROWS + r; };
-    Stream stream(smem, weights, groups, lines, 0, groups.count * lines);
-    stream.template fill<false>(row_of);  // weights, which gate_up does not write
+    using Stream = WeightStream<T, SHARE, ROWS, VECS, STAGES, WARPS, EVEN_K, decltype(row_of)>;
+    float* const parts = reinterpret_cast<float*>(smem + Stream::BYTES);  // [assignments, max_rows]
+    Stream stream(smem, weights, groups, row_of, lines, 0, groups.count * lines);
+    stream.template fill<false>();  // weights, which moe_gate_up does not write
     pdl_wait();
     stream.run(
-        row_of, [&](int a) { return c.h + i64{a} * weights.k; },
+        [&](int a) { return c.h + i64{a} * weights.k; },
         [&](int group, int line, const float (&sums)[SHARE][ROWS], int n, const float (&)[ROWS]) {
 #pragma unroll
             for (int i = 0; i < SHARE; ++i)

@@ -4,10 +4,9 @@
 #include "expert_groups.cuh"
 #include "tma.cuh"  // evict_first_policy
 
-// Weights [experts, rows, k] and how a warp takes them: `lines` of ROWS rows for each expert. Blocks have equal parts.
 template <typename T>
 struct Weights {
-    const T* w;
+    const T* w;  // [experts, rows, k]
     const T* bias;  // [experts, rows] or null
     i64 w_expert_stride, w_row_stride;
     int rows, k;
@@ -19,13 +18,16 @@ __device__ inline void copy_async(void* to, const void* from, u64 policy) {
                  ::"r"(smem_address(to)), "l"(__cvta_generic_to_global(from)), "l"(policy) : "memory");
 }
 
-// A warp's way through lines. The first is `index`, counted through all groups of `lines` each, and WARPS lines on is the
-// next, up to `end`. A line is read in tiles of ROWS rows and VECS vectors for each lane, which has STAGES tiles in
-// flight. A lane multiplies what it copied itself, so it waits for its own copies alone.
-template <typename T, int SHARE, int ROWS, int VECS, int STAGES, int WARPS>
+// A warp's way through the weights of a block. They are counted in lines of ROWS rows, `lines` for each group of
+// assignments; the block has lines `begin` to `end`, and every WARPS-th of them is this warp's. row_of(line, r) is the
+// r-th row of a line of an expert.
+//
+// A line is read in tiles of ROWS rows and VECS vectors for each lane, and STAGES tiles are in flight. A lane multiplies
+// what it copied itself, so it waits for its own copies alone. EVEN_K: tiles fill a row.
+template <typename T, int SHARE, int ROWS, int VECS, int STAGES, int WARPS, bool EVEN_K, typename RowOf>
 struct WeightStream {
     static constexpr int VEC = 16 / sizeof(T), STEP_K = 32 * VEC, TILE_K = VECS * STEP_K;
-    static constexpr int BYTES = WARPS * STAGES * ROWS * VECS * 512;  // shared memory of a block
+    static constexpr int TILE = ROWS * VECS * 32, BYTES = WARPS * STAGES * TILE * 16;  // 16-byte vectors; of a block
     struct Place {
         int index, group, line;
 
@@ -37,34 +39,32 @@ struct WeightStream {
 
     const Weights<T>& weights;
     const ExpertGroups<SHARE>& groups;
-    const int lane = threadIdx.x % 32, lines, end;
-    Place place;  // of what is multiplied
+    const RowOf row_of;
+    const int lines, end, lane_k = threadIdx.x % 32 * VEC;  // lane_k: this lane's place in a tile
     const u64 policy = evict_first_policy();
+    uint4* const ring;  // this lane's
+    Place place, ahead;  // of what is multiplied, and of what is copied
+    const T* from[ROWS];  // what is copied next
+    int ahead_k = 0, stage = 0;
 
-    Place ahead;  // of what is copied
-    int ahead_k = 0, ahead_stage = 0, stage = 0;
-    const T* from[ROWS];
-    uint4* const ring;
-
-    __device__ WeightStream(unsigned char* smem, const Weights<T>& weights, const ExpertGroups<SHARE>& groups, int lines,
-                            int begin, int end)
-        : weights(weights), groups(groups), lines(lines), end(end),
-          ring(reinterpret_cast<uint4*>(smem) + threadIdx.x / 32 * (STAGES * ROWS * VECS * 32) + threadIdx.x % 32) {
+    __device__ WeightStream(unsigned char* smem, const Weights<T>& weights, const ExpertGroups<SHARE>& groups, RowOf row_of,
+                            int lines, int begin, int end)
+        : weights(weights), groups(groups), row_of(row_of), lines(lines), end(end),
+          ring(reinterpret_cast<uint4*>(smem) + threadIdx.x / 32 * (STAGES * TILE) + threadIdx.x % 32) {
         const int index = begin + static_cast<int>(threadIdx.x) / 32;
-        place = {index, index / lines, index % lines};
-        ahead = place;
+        place = ahead = {index, index / lines, index % lines};
+        if (index < end) find_rows();
     }
-    // Begins the copies; row_of(line, r) is the r-th row of a line.
-    template <bool SIGNALS, typename RowOf>
-    __device__ void fill(RowOf row_of) {
-        if (ahead.index < end) find_rows(row_of);
+    // Begins to copy.
+    template <bool SIGNALS>
+    __device__ void fill() {
 #pragma unroll 1
-        for (int s = 0; s < STAGES; ++s) copy_next<SIGNALS>(row_of);
+        for (int s = 0; s < STAGES; ++s) copy_next<SIGNALS>();
     }
-    // Multiplies. vector_of(a) is the vector of assignment a; visit(group, line, sums, n, bias) gets the sums of the
+    // Multiplies. vector_of(a) is the vector of assignment a. visit(group, line, sums, n, bias) gets the sums of the
     // group's n assignments, in every lane.
-    template <typename RowOf, typename VectorOf, typename Visit>
-    __device__ void run(RowOf row_of, VectorOf vector_of, Visit visit) {
+    template <typename VectorOf, typename Visit>
+    __device__ void run(VectorOf vector_of, Visit visit) {
         for (; place.index < end; place.advance(lines)) {
             const T* vectors[SHARE];
             int n = 0;
@@ -72,7 +72,7 @@ struct WeightStream {
             for (int i = 0; i < SHARE; ++i) {
                 const int member = groups.members[place.group][i];
                 n += member >= 0;
-                vectors[i] = vector_of(max(member, 0)) + lane * VEC;
+                vectors[i] = vector_of(max(member, 0)) + lane_k;
             }
             float bias[ROWS] = {}, sums[SHARE][ROWS] = {};
             if (weights.bias) {
@@ -81,17 +81,16 @@ struct WeightStream {
                 for (int r = 0; r < ROWS; ++r) bias[r] = static_cast<float>(own[row_of(place.line, r)]);
             }
 #pragma unroll 1
-            for (int k0 = 0; k0 < weights.k; k0 += TILE_K) {
+            for (int k = 0; k < weights.k; k += TILE_K) {
                 asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
 #pragma unroll
                 for (int v = 0; v < VECS; ++v)
-                    if (k0 + v * STEP_K + lane * VEC < weights.k) multiply(sums, vectors, n, v, k0 + v * STEP_K);
-                copy_next<true>(row_of);
-                if (++stage == STAGES) stage = 0;
+                    if (inside(k, v)) multiply(sums, vectors, n, v, k + v * STEP_K);
+                copy_next<true>();
             }
 #pragma unroll
             for (int i = 0; i < SHARE; ++i)
-                if (i < n)
+                if (i == 0 || i < n)
 #pragma unroll
                     for (int r = 0; r < ROWS; ++r) sums[i][r] = warp_reduce<Sum>(sums[i][r]);
             visit(place.group, place.line, sums, n, bias);
@@ -99,43 +98,45 @@ struct WeightStream {
     }
 
   private:
-    __device__ uint4* slot(int stage, int r, int v) const { return ring + ((stage * ROWS + r) * VECS + v) * 32; }
+    __device__ bool inside(int k, int v) const { return EVEN_K || k + v * STEP_K + lane_k < weights.k; }
+    __device__ uint4* slot(int r, int v) const { return ring + stage * TILE + (r * VECS + v) * 32; }
 
-    template <typename RowOf>
-    __device__ void find_rows(RowOf row_of) {
-        const T* const own = weights.w + groups.expert[ahead.group] * weights.w_expert_stride + lane * VEC;
+    __device__ void find_rows() {
+        const T* const own = weights.w + groups.expert[ahead.group] * weights.w_expert_stride + lane_k;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) from[r] = own + row_of(ahead.line, r) * weights.w_row_stride;
     }
-    // Copies the next tile, if there is one. A group of copies is committed in any case: their number tells which tile has
-    // landed. With the last tile it signals the dependents, which then start while the tiles in flight are multiplied.
-    template <bool SIGNALS, typename RowOf>
-    __device__ void copy_next(RowOf row_of) {
+    // Copies the next tile, if there is one, over the one that was multiplied. A group of copies is committed in any case:
+    // their number tells which tile has landed. With the last tile it signals the dependents, which start while the tiles
+    // in flight are multiplied.
+    template <bool SIGNALS>
+    __device__ void copy_next() {
         if (ahead.index < end) {
 #pragma unroll
             for (int v = 0; v < VECS; ++v)
-                if (ahead_k + v * STEP_K + lane * VEC < weights.k)
+                if (inside(ahead_k, v))
 #pragma unroll
-                    for (int r = 0; r < ROWS; ++r)
-                        copy_async(slot(ahead_stage, r, v), from[r] + ahead_k + v * STEP_K, policy);
+                    for (int r = 0; r < ROWS; ++r) copy_async(slot(r, v), from[r] + v * STEP_K, policy);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) from[r] += TILE_K;
             ahead_k += TILE_K;
             if (ahead_k >= weights.k) {
                 ahead_k = 0;
                 ahead.advance(lines);
-                if (ahead.index < end) find_rows(row_of);
+                if (ahead.index < end) find_rows();
                 else if constexpr (SIGNALS) pdl_launch_dependents();
             }
-            if (++ahead_stage == STAGES) ahead_stage = 0;
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
+        if (++stage == STAGES) stage = 0;
     }
     __device__ void multiply(float (&sums)[SHARE][ROWS], const T* const (&vectors)[SHARE], int n, int v, int k) const {
         float rows[ROWS][VEC], x[VEC];
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) load(rows[r], reinterpret_cast<const T*>(slot(stage, r, v)));
+        for (int r = 0; r < ROWS; ++r) load(rows[r], reinterpret_cast<const T*>(slot(r, v)));
 #pragma unroll
         for (int i = 0; i < SHARE; ++i)
-            if (i < n) {
+            if (i == 0 || i < n) {  // a group has one
                 load(x, vectors[i] + k);
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r)
