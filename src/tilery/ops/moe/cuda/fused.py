@@ -135,7 +135,8 @@ def _stream(call: FusedMoeCall, config: Config, k: int) -> tuple[dict[str, Any],
         vectors //= 2
     constants = {
         "T": call.x.dtype, "SHARE": config.share, "ROWS": config.rows, "VECS": vectors,
-        "STAGES": config.stages * config.vectors // vectors, "WARPS": config.warps, "EVEN_K": k % (vectors * values) == 0,
+        "STAGES": config.stages * config.vectors // vectors, "WARPS": config.warps,
+        "EVEN_K": k % (vectors * values) == 0,
     }  # fmt: skip
     return constants, {"threads": 32 * config.warps, "shared": config.stages * _stage_bytes(config)}
 
