@@ -59,6 +59,7 @@ def test_what_it_cannot_take_is_said(more, why):
 @pytest.mark.parametrize(
     "more", [{}, {"m": 64}, {"m": 1, "topk": 6}, {"layout": "padded", "layout_b": "padded"}], ids=str
 )
+@pytest.mark.usefixtures("hopper")
 def test_what_it_takes(more):
     call = call_for(OP, case(**SMALL | more))
     assert KERNEL.refusal(call) is None and KERNEL.refusal(call, KERNEL.default(call)) is None

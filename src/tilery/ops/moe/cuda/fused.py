@@ -68,10 +68,11 @@ class FusedMoe(Kernel):
         shapes = ((2, 2, 8), (2, 1, 8), (2, 4, 8), (4, 1, 8), (4, 2, 8), (2, 1, 16), (2, 2, 16), (2, 2, 4))
         found = [self._config(call, *shape) for shape in shapes]
         first = found[0]
-        found += [replace(first, stages=max(first.stages // 2, 1)), replace(first, stages=first.stages * 2)]
-        found += [replace(first, stages=max(first.stages // 2, 1), blocks=2)]
+        half = replace(first, stages=max(first.stages // 2, 1))
+        found += [half, replace(half, blocks=2), replace(first, stages=first.stages * 2)]
         found += [replace(first, share=share) for share in (1, 2) if share < first.share]
-        return [config for config in dict.fromkeys(found) if self.refusal(call, config) is None]
+        pipelined = (config for config in dict.fromkeys(found) if config.stages > 1)
+        return [config for config in pipelined if self.refusal(call, config) is None]
 
     def _config(self, call: FusedMoeCall, rows: int, vectors: int, warps: int) -> Config:
         """With stages for half of an SM's shared memory, or for what memory needs in flight."""
