@@ -155,6 +155,15 @@ def test_every_form_is_right(config, more):
     assert check(OP, "cuda", case(**SMALL | more), WHERE, config=config).refused is None
 
 
+@pytest.mark.parametrize("config", [PLAIN, replace(PLAIN, rows=4, warps=8, blocks=2)], ids=str)
+@runs
+def test_blocks_have_many_lines(config):
+    """As on a GPU of three SMs: warps go from line to line and from expert to expert."""
+    with device.pretend(replace(device.gpu(WHERE), sms=3)):
+        params = SMALL | {"m": 6, "n": 48, "k": 136, "outside": True, "away": 2}
+        assert check(OP, "cuda", case(**params), WHERE, config=config).refused is None
+
+
 @runs
 def test_a_token_has_the_same_bits_in_any_batch_and_form():
     """No order of sums depends on which tokens share an expert."""
