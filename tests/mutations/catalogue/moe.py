@@ -202,8 +202,8 @@ CUDA.add(
 )
 CUDA.add(
     "unwritten-parts-summed",
-    "            if (expert < 0) continue;\n",
-    "",
+    "if (groups.expert_of[a] >= 0) total +=",
+    "total +=",
     case("fused_moe", "cuda", OUTSIDE),
 )
 CUDA.add(

@@ -113,14 +113,26 @@ def test_tokens_that_may_choose_one_expert_share_its_weights():
     assert shares == [1, 2, 4, 8, 8]
 
 
+def test_bulk_copies_need_hopper():
+    with device.pretend("a100"):
+        call = call_for(OP, case(**QWEN))
+        assert KERNEL.refusal(call, replace(PLAIN, bulk=True)) == "bulk copies need sm_90, got sm_80"
+        assert not any(config.bulk for config in KERNEL.configs(call))
+    with device.pretend("h200"):
+        assert any(config.bulk for config in KERNEL.configs(call))
+
+
+@pytest.mark.parametrize("bulk", [False, True], ids=["cp.async", "bulk"])
 @pytest.mark.parametrize("params", [QWEN, QWEN | {"m": 8}, MIXTRAL | {"m": 8}, DEEPSEEK], ids=str)
 @pytest.mark.usefixtures("hopper")
-def test_what_is_loaded_before_the_wait(params):
+def test_what_is_loaded_before_the_wait(params, bulk):
     """gate_up waits first and signals behind; down loads ids, routing weights and experts' weights ahead, no more."""
-    gate_up, down = (cuda_glue.compile(launch, "sm_90") for launch in planned(params))
+    config = replace(KERNEL.default(call_for(OP, case(**params))), bulk=bulk)
+    gate_up, down = (cuda_glue.compile(launch, "sm_90") for launch in planned(params, config))
+    copies = "cp.async.bulk.shared::cluster" if bulk else "cp.async.cg.shared"
     access = r"\b(?:ld|st|red|atom|cp)[\w.:]*global[\w.:]*"
     early, late = down.code["ptx"].split("griddepcontrol.wait", 1)
-    assert {op.partition(".global")[0] for op in re.findall(access, early)} == {"ld.relaxed.gpu", "cp.async.cg.shared"}
+    assert {op.partition(".global")[0] for op in re.findall(access, early)} == {"ld.relaxed.gpu", copies}
     assert "launch_dependents" not in early and "launch_dependents" in late
     early, late = gate_up.code["ptx"].split("griddepcontrol.wait", 1)
     assert not re.findall(access, early) and "launch_dependents" not in early and "launch_dependents" in late
@@ -144,6 +156,8 @@ def test_what_is_loaded_before_the_wait(params):
         (replace(PLAIN, share=4), {"m": 64, "outside": True}),  # as many assignments as it takes
         (replace(PLAIN, share=4), {"m": 21, "topk": 6, "away": 20, "biases": True, "add": True}),
         (PLAIN, {"m": 7, "special": "nan", "limit": 1.0}),
+        (replace(PLAIN, bulk=True), {"m": 9, "add": True, "biases": True}),
+        (replace(PLAIN, bulk=True, rows=4, vectors=2, stages=3), {"dtype": "fp16", "k": 1024, "n": 520}),
         (PLAIN, {"m": 5, "layout_b": "far", "experts": 2, "dtype": "fp16"}),
         (PLAIN, {"m": 5, "layout": "far", "dtype": "fp16", "add": True}),
         (replace(PLAIN, rows=4), {"interleaved": True, "biases": True, "limit": 0.7, "alpha": 1.702, "up_offset": 1.0}),
@@ -155,7 +169,9 @@ def test_every_form_is_right(config, more):
     assert check(OP, "cuda", case(**SMALL | more), WHERE, config=config).refused is None
 
 
-@pytest.mark.parametrize("config", [PLAIN, replace(PLAIN, rows=4, warps=8, blocks=2)], ids=str)
+@pytest.mark.parametrize(
+    "config", [PLAIN, replace(PLAIN, rows=4, warps=8, blocks=2), replace(PLAIN, bulk=True)], ids=str
+)
 @runs
 def test_blocks_have_many_lines(config):
     """As on a GPU of three SMs: warps go from line to line and from expert to expert."""

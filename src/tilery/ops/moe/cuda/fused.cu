@@ -21,7 +21,7 @@ __device__ float gated(float gate, float up, const Tokens<T>& t) {
 }
 
 // A line is ROWS / 2 columns of h: for each, a row of gate and one of up.
-template <typename T, int SHARE, int ROWS, int VECS, int STAGES, int WARPS, bool EVEN_K, bool INTERLEAVED>
+template <typename T, int SHARE, int ROWS, int VECS, int STAGES, int WARPS, bool EVEN_K, bool BULK, bool INTERLEAVED>
 __global__ void __launch_bounds__(32 * WARPS)
 moe_gate_up(const __grid_constant__ Routing routing, const __grid_constant__ Weights<T> weights,
             const __grid_constant__ Tokens<T> t) {
@@ -37,7 +37,7 @@ moe_gate_up(const __grid_constant__ Routing routing, const __grid_constant__ Wei
         const int column = line * COLUMNS + r / 2;
         return INTERLEAVED ? column * 2 + r % 2 : column + r % 2 * t.size;
     };
-    using Stream = WeightStream<T, SHARE, ROWS, VECS, STAGES, WARPS, EVEN_K, decltype(row_of)>;
+    using Stream = WeightStream<T, SHARE, ROWS, VECS, STAGES, WARPS, EVEN_K, BULK, decltype(row_of)>;
     Stream stream(smem, weights, groups, row_of, lines, begin, end);
     stream.template fill<true>();
     stream.run(
@@ -69,7 +69,7 @@ struct Combined {
 };
 
 // A block has some rows of all experts, which are columns of y: it sums over a token's experts itself.
-template <typename T, int SHARE, int ROWS, int VECS, int STAGES, int WARPS, bool EVEN_K>
+template <typename T, int SHARE, int ROWS, int VECS, int STAGES, int WARPS, bool EVEN_K, bool BULK>
 __global__ void __launch_bounds__(32 * WARPS)
 moe_down(const __grid_constant__ Routing routing, const __grid_constant__ Weights<T> weights,
          const __grid_constant__ Combined<T> c) {
@@ -82,19 +82,20 @@ moe_down(const __grid_constant__ Routing routing, const __grid_constant__ Weight
     const int first = static_cast<int>(i64{all} * blockIdx.x / gridDim.x);
     const int lines = static_cast<int>(i64{all} * (blockIdx.x + 1) / gridDim.x) - first;
     const auto row_of = [&](int line, int r) { return (first + line) * ROWS + r; };
-    using Stream = WeightStream<T, SHARE, ROWS, VECS, STAGES, WARPS, EVEN_K, decltype(row_of)>;
+    using Stream = WeightStream<T, SHARE, ROWS, VECS, STAGES, WARPS, EVEN_K, BULK, decltype(row_of)>;
     float* const parts = reinterpret_cast<float*>(smem + Stream::BYTES);  // [assignments, max_rows]
     Stream stream(smem, weights, groups, row_of, lines, 0, groups.count * lines);
     stream.template fill<false>();  // weights, which moe_gate_up does not write
     pdl_wait();
     stream.run(
         [&](int a) { return c.h + i64{a} * weights.k; },
-        [&](int group, int line, const float (&sums)[SHARE][ROWS], int n, const float (&)[ROWS]) {
+        [&](int group, int line, const float (&sums)[SHARE][ROWS], int n, const float (&bias)[ROWS]) {
 #pragma unroll
             for (int i = 0; i < SHARE; ++i)
                 if (i < n && threadIdx.x % 32 == 0)
 #pragma unroll
-                    for (int r = 0; r < ROWS; ++r) parts[groups.members[group][i] * c.max_rows + line * ROWS + r] = sums[i][r];
+                    for (int r = 0; r < ROWS; ++r)
+                        parts[groups.members[group][i] * c.max_rows + line * ROWS + r] = sums[i][r] + bias[r];
         });
     __syncthreads();
     const int rows = lines * ROWS;
@@ -102,11 +103,8 @@ moe_down(const __grid_constant__ Routing routing, const __grid_constant__ Weight
         const int token = i / rows, row = i % rows, column = first * ROWS + row;
         float total = c.add ? static_cast<float>(c.add[token * c.add_stride + column]) : 0.0f;
         for (int j = 0; j < routing.topk; ++j) {
-            const int a = token * routing.topk + j, expert = groups.expert_of[a];
-            if (expert < 0) continue;
-            float part = parts[a * c.max_rows + row];
-            if (weights.bias) part += static_cast<float>(weights.bias[i64{expert} * weights.rows + column]);
-            total += part * choice_weights[a];
+            const int a = token * routing.topk + j;
+            if (groups.expert_of[a] >= 0) total += parts[a * c.max_rows + row] * choice_weights[a];
         }
         c.y[i64{token} * weights.rows + column] = static_cast<T>(total);
     }

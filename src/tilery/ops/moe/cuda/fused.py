@@ -12,7 +12,7 @@ from tilery.base.integers import ceil_div, next_power_of_2
 from tilery.base.launch import Launch
 from tilery.base.spec import TensorSpec
 from tilery.core.kernel import Kernel
-from tilery.hardware.gpu import ARCHS, gpu
+from tilery.hardware.gpu import ARCHS, TMA, gpu
 from tilery.languages.cuda_source import Source, vector_width
 from tilery.ops.moe.call import FusedMoeCall, limit_of
 
@@ -33,6 +33,7 @@ class Config:
     warps: int  # of a block
     share: int  # tokens of an expert, at most, for which its weights are read once
     blocks: int = 1  # on each SM
+    bulk: bool = False  # copied by TMA (from sm_90 on), else by cp.async
 
 
 class FusedMoe(Kernel):
@@ -55,6 +56,8 @@ class FusedMoe(Kernel):
             return f"rows must be 2 or 4, vectors 1, 2 or 4 and share 1, 2, 4 or 8, got {got}"
         if config.warps not in (4, 8, 16):
             return f"warps must be 4, 8 or 16, got {config.warps}"
+        if config.bulk and gpu(call.x.device).number < TMA:
+            return f"bulk copies need sm_{TMA}, got {gpu(call.x.device).arch}"
         room = gpu(call.x.device).shared_per_block
         if (needed := _stage_bytes(config) * config.stages + _GROUPS + _PARTS) > room:
             return f"needs {needed} bytes of shared memory, and a block may have {room}"
@@ -65,11 +68,11 @@ class FusedMoe(Kernel):
         return self._config(call, rows=2, vectors=2, warps=8)
 
     def configs(self, call: FusedMoeCall) -> list[Config]:
-        shapes = ((2, 2, 8), (2, 1, 8), (2, 4, 8), (4, 1, 8), (4, 2, 8), (2, 1, 16), (2, 2, 16), (2, 2, 4))
-        found = [self._config(call, *shape) for shape in shapes]
-        first = found[0]
-        half = replace(first, stages=max(first.stages // 2, 1))
-        found += [half, replace(half, blocks=2), replace(first, stages=first.stages * 2)]
+        shapes = ((2, 2, 8), (2, 4, 8), (2, 1, 8), (4, 1, 8), (4, 2, 8), (2, 1, 16))
+        first, wide, *others = (self._config(call, *shape) for shape in shapes)
+        half, double = replace(first, stages=max(first.stages // 2, 1)), replace(first, stages=first.stages * 2)
+        found = [first, wide, *others, half, replace(half, blocks=2), double]
+        found += [replace(config, bulk=True) for config in (first, wide, double)]
         found += [replace(first, share=share) for share in (1, 2) if share < first.share]
         pipelined = (config for config in dict.fromkeys(found) if config.stages > 1)
         return [config for config in pipelined if self.refusal(call, config) is None]
@@ -137,13 +140,14 @@ def _stream(call: FusedMoeCall, config: Config, k: int) -> tuple[dict[str, Any],
     constants = {
         "T": call.x.dtype, "SHARE": config.share, "ROWS": config.rows, "VECS": vectors,
         "STAGES": config.stages * config.vectors // vectors, "WARPS": config.warps,
-        "EVEN_K": k % (vectors * values) == 0,
+        "EVEN_K": k % (vectors * values) == 0, "BULK": config.bulk,
     }  # fmt: skip
     return constants, {"threads": 32 * config.warps, "shared": config.stages * _stage_bytes(config)}
 
 
 def _stage_bytes(config: Config) -> int:
-    return config.warps * config.rows * config.vectors * 512
+    """With barriers for bulk copies, of which there are as many as there are vectors at most."""
+    return config.warps * config.vectors * (config.rows * 512 + 8 * config.bulk)
 
 
 def _alignment_refusal(call: FusedMoeCall) -> str | None:
