@@ -161,13 +161,13 @@ struct WeightStream {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) load(rows[r], reinterpret_cast<const T*>(slot(r, v)));
 #pragma unroll
-        for (int i = 0; i < SHARE; ++i)
-            if (i == 0 || i < n) {  // a group has one
-                load(x, vectors[i] + k);
+        for (int i = 0; i < SHARE; ++i) {
+            if (i > 0 && i >= n) break;  // a group has one at least
+            load(x, vectors[i] + k);
 #pragma unroll
-                for (int r = 0; r < ROWS; ++r)
+            for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-                    for (int e = 0; e < VEC; ++e) sums[i][r] = fmaf(rows[r][e], x[e], sums[i][r]);
-            }
+                for (int e = 0; e < VEC; ++e) sums[i][r] = fmaf(rows[r][e], x[e], sums[i][r]);
+        }
     }
 };
