@@ -20,9 +20,10 @@ __device__ float gated(float gate, float up, const Tokens<T>& t) {
     return gate / (1.0f + exp_for<T>(-t.alpha * gate)) * (up + t.up_offset);
 }
 
-// A line is ROWS / 2 columns of h: for each, a row of gate and one of up.
+// A line is ROWS / 2 columns of h: for each, a row of gate and one of up. Registers leave room for a block of moe_down
+// on the same SM.
 template <typename T, int SHARE, int ROWS, int VECS, int STAGES, int WARPS, bool EVEN_K, bool BULK, bool INTERLEAVED>
-__global__ void __launch_bounds__(32 * WARPS)
+__global__ void __launch_bounds__(32 * WARPS, WARPS <= 8 && ROWS == 2 ? 2 : 1)
 moe_gate_up(const __grid_constant__ Routing routing, const __grid_constant__ Weights<T> weights,
             const __grid_constant__ Tokens<T> t) {
     constexpr int COLUMNS = ROWS / 2;
@@ -70,7 +71,7 @@ struct Combined {
 
 // A block has some rows of all experts, which are columns of y: it sums over a token's experts itself.
 template <typename T, int SHARE, int ROWS, int VECS, int STAGES, int WARPS, bool EVEN_K, bool BULK>
-__global__ void __launch_bounds__(32 * WARPS)
+__global__ void __launch_bounds__(32 * WARPS, WARPS <= 8 && ROWS == 2 ? 2 : 1)
 moe_down(const __grid_constant__ Routing routing, const __grid_constant__ Weights<T> weights,
          const __grid_constant__ Combined<T> c) {
     extern __shared__ __align__(16) unsigned char smem[];
