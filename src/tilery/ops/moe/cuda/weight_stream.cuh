@@ -87,11 +87,12 @@ struct WeightStream {
                 n += member >= 0;
                 vectors[i] = vector_of(max(member, 0)) + lane_k;
             }
-            float bias[ROWS] = {}, sums[SHARE][ROWS] = {};
+            float sums[SHARE][ROWS] = {}, bias[ROWS] = {};
+            T loaded_bias[ROWS];  // converted behind the loop, which does not wait for it
             if (weights.bias) {
                 const T* const own = weights.bias + i64{groups.expert[place.group]} * weights.rows;
 #pragma unroll
-                for (int r = 0; r < ROWS; ++r) bias[r] = static_cast<float>(own[row_of(place.line, r)]);
+                for (int r = 0; r < ROWS; ++r) loaded_bias[r] = own[row_of(place.line, r)];
             }
 #pragma unroll 1
             for (int k = 0; k < weights.k; k += TILE_K) {
@@ -108,6 +109,9 @@ struct WeightStream {
                 if (i == 0 || i < n)
 #pragma unroll
                     for (int r = 0; r < ROWS; ++r) sums[i][r] = warp_reduce<Sum>(sums[i][r]);
+            if (weights.bias)
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) bias[r] = static_cast<float>(loaded_bias[r]);
             visit(place.group, place.line, sums, n, bias);
         }
     }
