@@ -33,6 +33,9 @@ OTHER_LAYOUTS = ("padded", "far", "transposed")  # aligned ones and misaligned o
 # Bytes of stack with Triton 3.6: of a 64 × 512 accumulator that takes all registers, and of fp8 values one by one.
 SPILLS_WITH_OLDER = {("mla_decode", "triton"): 8, ("transpose", "triton"): 56}
 
+# Their second launch loads, before it waits, what the first does not write; tests of their own look at its order.
+LOADS_AHEAD = {("fused_moe", "cuda")}
+
 
 def language_needed(kernel):
     if why := languages.missing(kernel):
@@ -90,7 +93,7 @@ def test_builds_for_every_claimed_architecture(op, kernel, arch, compiler, recor
             assert artifact.spills <= most, "the default spills where it matters most"
         with device.pretend(arch):
             assert 0 <= artifact.shared <= device.gpu(torch.device("cuda", 0)).shared_per_block
-        assert waits_first(artifact.code.get("ptx", ""))
+        assert waits_first(artifact.code.get("ptx", "")) or (op.name, kernel) in LOADS_AHEAD
         record_property("resources", (f"{op.name} {kernel} {dtype} {arch}", resources(artifact)))
     assert made, f"{op.name} {kernel} takes no case on {arch}"
 

@@ -238,6 +238,23 @@ def test_cp_async_completes_where_it_is_waited_for(kernel):
     assert wrong(lambda: broken(a=a, out=out.fill_(0)), lambda: torch.equal(out, a))
 
 
+@pytest.mark.parametrize(
+    ("form", "read"),
+    [
+        ('.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(a + threadIdx.x * 4), "l"(0ull)', 4),
+        (' [%0], [%1], 16, %2;" ::"r"(to), "l"(a + threadIdx.x * 4), "r"(8)', 2),
+        ('.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(a + threadIdx.x * 4), "r"(8), "l"(0ull)', 2),
+    ],
+    ids=["policy", "bytes", "both"],
+)
+def test_cp_async_fills_with_zeros_what_it_does_not_read(kernel, form, read):
+    """The number of bytes to read stands before an L2 policy, which is a number too."""
+    a, out = torch.randn(512), torch.empty(512)
+    plain = ' [%0], [%1], 16;" ::"r"(to), "l"(a + threadIdx.x * 4)'
+    kernel(CP_ASYNC, (plain, form))(a=a, out=out)
+    assert torch.equal(out, torch.where(torch.arange(512) % 4 < read, a, 0))
+
+
 # TMA and wgmma: c [64, 64] = a [64, 64] bᵀ [64, 64], rows and columns outside read as zeros
 
 PRODUCT = """

@@ -153,3 +153,14 @@ def test_numba_without_its_compiler_is_a_refusal():
         check=True,
     )
     assert "NUMBA_DISABLE_JIT is set: unset it before Python starts" in run.stdout
+
+
+def test_the_first_kernel_of_a_process_may_ask_for_no_threads():
+    """numba does not know its threading layer before one does."""
+    program = (
+        "import torch, tilery\n"
+        "found = tilery.moe_align(torch.tensor([[1, 0]], dtype=torch.int32), None, 2, backend='numba')\n"
+        "assert tilery.softmax(torch.ones(4, 4), backend='numba').sum() == 4\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]

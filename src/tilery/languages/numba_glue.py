@@ -111,7 +111,8 @@ def _run_alone(kernel: Any, count: int, arguments: list[Any]) -> None:
     global _concurrent
     with _lock, _kept_threads():
         kernel(count, *arguments)
-        _concurrent = numba.threading_layer() != "workqueue"
+        with contextlib.suppress(ValueError):  # no kernel has asked for threads yet, and numba does not know
+            _concurrent = numba.threading_layer() != "workqueue"
 
 
 def _of_tensor(x: Argument) -> Callable[[Values], Any]:

@@ -2,7 +2,9 @@
 
 from mutations.mutation import Layer, case
 
-NUMBA, TRITON, GRADIENTS = LAYERS = Layer("moe numba"), Layer("moe triton"), Layer("moe gradients")
+NUMBA, TRITON, CUDA, GRADIENTS = LAYERS = [
+    Layer("moe numba"), Layer("moe triton"), Layer("moe CUDA C++"), Layer("moe gradients")
+]  # fmt: skip
 ROUTE, ALIGN = "test_moe_route.py::test_{}[{}]", "test_moe_align.py::test_{}[{}]"
 OUTSIDE = "m=30,outside=True,n=24,k=40,experts=6,topk=2,dtype=fp32"
 OSS = "interleaved=True,biases=True,limit=7.0,alpha=1.702,up_offset=1.0"
@@ -169,6 +171,66 @@ TRITON.add(
     "return False",
     case("fused_moe", "triton", "m=5,layout_b=far,n=24,k=40,experts=1,topk=1,dtype=fp16"),
 )
+
+# CUDA C++
+
+LIES = "test_fused_moe.py::test_ids_and_maps_that_lie_count_nowhere[cuda]"
+AHEAD = "test_fused_moe_cuda.py::test_what_is_loaded_before_the_wait"
+CUDA.add(
+    "a-tile-read-before-it-has-landed",
+    '::"n"(STAGES - 1) : "memory");',
+    '::"n"(STAGES) : "memory");',
+    case("fused_moe", "cuda", "m=3,n=40,k=64,experts=40,topk=2,dtype=fp16,biases=True"),
+)
+CUDA.add(
+    "map-followed-outside",
+    "expert_here >= 0 && expert_here < r.known ? load_settled",
+    "expert_here >= 0 ? load_settled",
+    LIES,
+)
+CUDA.add(
+    "experts-past-the-last-followed",
+    "if (expert_here < 0 || expert_here >= r.experts) expert_here = -1;",
+    "if (expert_here < 0) expert_here = -1;",
+    case("fused_moe", "cuda", OUTSIDE),
+)
+CUDA.add(
+    "groups-without-end",
+    "if (++place == SHARE) place = 0, leader = own;",
+    "place = min(place + 1, SHARE - 1);",
+    case("fused_moe", "cuda", "m=33,spread=one,n=24,k=40,experts=6,topk=1,dtype=fp32"),
+)
+CUDA.add(
+    "unwritten-parts-summed",
+    "if (groups.expert_of[a] >= 0) total +=",
+    "total +=",
+    case("fused_moe", "cuda", OUTSIDE),
+)
+CUDA.add(
+    "up-not-clamped-from-below",
+    "    up = up < -t.limit ? -t.limit : up;\n",
+    "",
+    case("fused_moe", "cuda", CLAMPED),
+)
+CUDA.add(
+    "past-the-end-of-a-row",
+    "return EVEN_K || k + v * STEP_K + lane_k < weights.k;",
+    "return EVEN_K || k + v * STEP_K + lane_k <= weights.k;",
+    case("fused_moe", "cuda", "m=9,n=24,k=40,experts=3,topk=2,dtype=fp16"),
+)
+CUDA.add(
+    "a-line-too-far",
+    "for (line += WARPS; line >= lines; ++group) line -= lines;",
+    "for (line += WARPS; line > lines; ++group) line -= lines;",
+    "test_fused_moe_cuda.py::test_blocks_have_many_lines",
+)
+CUDA.add(
+    "weights-from-a-cache-that-is-not-told",
+    "= load_settled(c.choice_weights + threadIdx.x);",
+    "= c.choice_weights[threadIdx.x];",
+    AHEAD,
+)
+CUDA.add("dependents-before-the-wait", "stream.template fill<false>();", "stream.template fill<true>();", AHEAD)
 
 # Gradients
 

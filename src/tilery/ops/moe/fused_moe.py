@@ -162,13 +162,17 @@ def _torch(
 _OSS: dict[str, Any] = {"interleaved": True, "biases": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 
 
+# What the CUDA kernel refuses, by the words of its refusal.
+_MANY, _ODD, _TRANSPOSED = ({"cuda": why} for why in ("128 assignments", "multiples of 16 bytes", "must be contiguous"))
+
+
 def _cases() -> list[Case]:
     small: dict[str, Any] = {"n": 24, "k": 40, "experts": 6, "topk": 2, "dtype": "fp32"}
     return [
-        case(m=37, n=33, k=65, experts=5, topk=3, dtype="fp32"),  # odd tails on every side
+        case(_ODD, m=37, n=33, k=65, experts=5, topk=3, dtype="fp32"),  # odd tails on every side
         case(m=9, n=24, k=40, experts=3, topk=2, dtype="fp16"),
-        case(m=70, n=72, k=136, experts=4, topk=2, dtype="fp16"),
-        case(m=70, n=72, k=136, experts=4, topk=2, dtype="bf16"),
+        case(_MANY, m=70, n=72, k=136, experts=4, topk=2, dtype="fp16"),
+        case(_MANY, m=70, n=72, k=136, experts=4, topk=2, dtype="bf16"),
         case(m=1, n=48, k=96, experts=16, topk=4, dtype="fp16"),  # one token: no expert has two
         case(m=1, n=48, k=96, experts=16, topk=4, dtype="bf16", add=True),
         case(m=3, n=40, k=64, experts=40, topk=2, dtype="fp16", biases=True),
@@ -180,7 +184,7 @@ def _cases() -> list[Case]:
         case(m=33, spread="one", **(small | {"topk": 1})),  # all tokens on one expert
         case(m=20, **(small | {"experts": 3, "topk": 3})),  # all tokens on all experts
         case(m=20, **(small | {"experts": 1, "topk": 1})),
-        case(m=1, **(small | {"n": 1, "k": 1, "experts": 1, "topk": 1})),
+        case(_ODD, m=1, **(small | {"n": 1, "k": 1, "experts": 1, "topk": 1})),
         case(m=0, **small),  # nothing to launch
         case(m=4, **(small | {"k": 0})),
         case(m=30, away=18, **small),  # experts of other ranks
@@ -190,9 +194,9 @@ def _cases() -> list[Case]:
         case(m=1, outside=True, add=True, **small),
         case(m=30, outside=True, away=7, biases=True, **small),
         case(m=30, layout="padded", layout_b="padded", add=True, **(small | {"dtype": "fp16"})),
-        case(m=30, layout="misaligned", layout_b="misaligned", add=True, **(small | {"k": 41, "dtype": "bf16"})),
-        case(m=30, layout_b="transposed", **small),
-        case(m=1, layout_b="transposed", **(small | {"dtype": "fp16"})),
+        case(_ODD, m=30, layout="misaligned", layout_b="misaligned", add=True, **(small | {"k": 41, "dtype": "bf16"})),
+        case(_TRANSPOSED, m=30, layout_b="transposed", **small),
+        case(_TRANSPOSED, m=1, layout_b="transposed", **(small | {"dtype": "fp16"})),
         case(m=5, layout="far", add=True, **(small | {"dtype": "fp16"})),  # more than 2**31 elements, first to last
         case(m=5, layout_b="far", **(small | {"experts": 1, "topk": 1, "dtype": "fp16"})),
         case(m=1, layout_b="far", **(small | {"experts": 2, "dtype": "fp16"})),
@@ -220,7 +224,10 @@ def _model_sizes(model: Any) -> list[dict[str, int]]:
 @op(
     check=_check, outputs=_outputs, cost=_cost, bucket=_bucket, inputs=_inputs, allowed=_allowed, rounds_between=True,
     call_type=FusedMoeCall, runtime=("limit", "alpha", "up_offset"), check_runtime=_check_runtime,
-    kernels={"numba": "numba_fused:fused_moe", "triton": "triton_fused:fused_moe"},
+    kernels={
+        "numba": "numba_fused:fused_moe", "triton": "triton_fused:fused_moe",
+        "cuda": "tilery.ops.moe.cuda.fused:fused_moe",
+    },
     baselines=baselines(torch=_torch, loop=_loop), model_sizes=_model_sizes,
     indices=lambda call: contract.check_indices(call, call.w_down.shape[0]), backward=fused_moe_backward,
     cases={

@@ -177,9 +177,10 @@ void bulk_copy(const Instruction& i, State& s) {
 }
 void commit_bulk(const Instruction&, State&) { bulk_commit(); }
 void wait_bulk(const Instruction& i, State& s) { bulk_wait(static_cast<int>(get32(i, s, 0)), i.has(".read")); }
-void async_copy(const Instruction& i, State& s) {
+void async_copy(const Instruction& i, State& s) {  // [to], [from], bytes [, bytes to read] [, L2 policy]
     const int bytes = static_cast<int>(get32(i, s, 2));
-    copy_async(get32(i, s, 0), get_pointer(i, s, 1), bytes, i.atoms.size() > 3 ? static_cast<int>(get32(i, s, 3)) : bytes);
+    const bool reads_fewer = i.atoms.size() > (i.has(".L2::cache_hint") ? 4u : 3u);
+    copy_async(get32(i, s, 0), get_pointer(i, s, 1), bytes, reads_fewer ? static_cast<int>(get32(i, s, 3)) : bytes);
 }
 void arrive_after_copies(const Instruction& i, State& s) { copy_arrive(get32(i, s, 0)); }
 void commit_copies(const Instruction&, State&) { copy_commit(); }

@@ -1,0 +1,1 @@
+"""Experts in CUDA C++."""
