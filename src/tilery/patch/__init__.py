@@ -1,9 +1,9 @@
 """Tilery inside of Hugging Face models. `tilery.patch(model)` replaces what it can in one of them.
 
-architectures (the table) · apply, application (patch and undo by it) · forwards, experts (what patched modules compute) ·
-joined (weights in one buffer) · swap (another forward for one instance) · verify (the proof) · audits (what ran) ·
-report · loss (in training) · infer, document (two commands) · attention (the function they call) · attention_masks
-(what they pass it)
+architectures (the table) · apply, application (patch and undo by it) · forwards, experts (what patched modules
+compute) · joined (weights in one buffer) · swap (another forward for one instance) · verify (the proof) · audits
+(what ran) · report · loss (in training) · infer, document (two commands) · attention (the function they call) ·
+attention_masks (what they pass it)
 """
 
 import sys
@@ -71,10 +71,10 @@ class _Patch(ModuleType):
     ) -> "PatchReport":  # fmt: skip
         """Replaces what it can in this model, a live one of transformers, and reports what it replaced and left.
 
-        `ops`: some of norms, rope, mlp, qkv, experts, attention and loss; all but loss if not given. `backend`: the kernel of
-        every op, or of each by its name. `strict` raises if anything asked for stays in torch. `verify` holds every
-        layer against float32 and raises if a patched one is further off than it may be. Whatever is raised, the model
-        is as it was.
+        `ops`: some of norms, rope, mlp, qkv, experts, attention and loss; all but loss if not given. `backend`: the
+        kernel of every op, or of each by its name. `strict` raises if anything asked for stays in torch. `verify` holds
+        every layer against float32 and raises if a patched one is further off than it may be. Whatever is raised, the
+        model is as it was.
         """
         require_transformers()
         from tilery.patch import apply
