@@ -72,8 +72,6 @@ def _rule(module: Any, how: Experts) -> tuple[Any, ...]:
     bias = getattr(module, how.bias).float() if how.bias else None
     renormalizes = getattr(module, how.renormalizes) if isinstance(how.renormalizes, str) else how.renormalizes
     groups = [getattr(module, name) for name in how.groups] or (1, 1)
-    if groups[0] == 1:  # one group is all experts, whatever is chosen of it
-        groups = (1, 1)
     scaling = float(getattr(module, how.scaling)) if how.scaling else 1.0
     return bias, module.top_k, how.scoring, renormalizes, *groups, scaling
 

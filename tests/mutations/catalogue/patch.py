@@ -160,10 +160,10 @@ EXPERTS.add(
     f"{_RULES}[deepseek_v3]",
 )
 EXPERTS.add(
-    "one-group-taken-for-groups",
-    "    if groups[0] == 1:  # one group",
-    "    if groups[0] == 0:  # one group",
-    f"{_RULES}[deepseek_v3 without groups]",
+    "groups-forgotten",
+    "groups = [getattr(module, name) for name in how.groups] or (1, 1)",
+    "groups = (1, 1)",
+    f"{_RULES}[deepseek_v3]",
 )
 EXPERTS.add(
     "weights-of-experts-not-scaled",
