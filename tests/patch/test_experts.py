@@ -83,6 +83,9 @@ def test_router_logits_are_given_out(name):
     model = make(name)
     how = {"labels": PROMPT, "output_router_logits": True}
     before, after, _ = both(model, model, PROMPT, **how)
+    if not hasattr(before, "router_logits"):
+        assert name.startswith("deepseek")
+        pytest.skip("this version of transformers gives out none of DeepSeek's")
     assert len(after.router_logits) == len(before.router_logits) > 0
     for ours, theirs in zip(after.router_logits, before.router_logits):
         same(ours, theirs)

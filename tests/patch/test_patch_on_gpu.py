@@ -32,19 +32,20 @@ def test_logits_and_greedy_tokens_stay(name):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.no_grad()
 def test_bf16_is_no_farther_from_fp32_than_before(name):
+    """Of the median token: rounding may send one to another expert."""
     exact, prompt = make(name).to(WHERE), PROMPT.to(WHERE)
     model = copy.deepcopy(exact).to(torch.bfloat16)
     right = exact(prompt).logits
 
     def error():
         logits = model(prompt).logits.float()
-        return ((logits - right).norm() / right.norm()).item()
+        return ((logits - right).norm(dim=-1) / right.norm(dim=-1)).median().item()
 
     before, after, _ = both(model, error)
     assert 0 < after < 1.3 * before
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss"])
 def test_decode_in_a_cuda_graph(name):
     """By generate's own option, with a static cache."""
     model, prompt = make(name).to(WHERE), PROMPT.to(WHERE)
@@ -55,7 +56,7 @@ def test_decode_in_a_cuda_graph(name):
     assert model.generate(prompt, compile_config=compiled, **how).tolist() == before.tolist()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_a_training_step(name):
     """Gradients of every weight, against those of the model in torch."""
     model, prompt = make(name).to(WHERE).train(), PROMPT.to(WHERE)

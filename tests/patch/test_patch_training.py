@@ -86,9 +86,10 @@ def test_traced_as_one_graph(made):
         same(traced(PROMPT, use_cache=False).logits, ours)
 
 
-def test_generates_own_option_compiles_one_graph(made):
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_generates_own_option_compiles_one_graph(made, name):
     """Decode with a static cache."""
-    model = made("llama")
+    model = made(name)
     how = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
     compiled = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
     compiled._compile_all_devices = True  # otherwise it compiles on a GPU alone
