@@ -244,19 +244,24 @@ def test_experts_that_are_not_as_expected_stay():
     def replaced(model):
         model.forward = lambda *args: args[0]
 
+    def unlimited(model):
+        model.limit = 0
+
     for change, why in (
         (spread, "its experts are spread over several processes"),
         (turned, "its weights lie otherwise: is_transposed=True, has_bias=False"),
         (widened, "its weight is fp16 in a model of fp32"),
         (cut, "fused_moe: w_gate_up must be [4, 126, 64] as w_down is [E, H, I], got [4, 128, 64]"),
         (replaced, "another tool has replaced its forward"),
+        (unlimited, "its limit is 0, fused_moe takes one above 0"),
     ):
-        model = make("mixtral")
+        name = "GptOss" if change is unlimited else "Mixtral"
+        model = make("gpt_oss" if change is unlimited else "mixtral")
         change(model.model.layers[1].mlp.experts)
         report = tilery.patch(model)
-        assert why in left(report)["MixtralExperts"], why
+        assert why in left(report)[f"{name}Experts"], why
         done = {row.module: row.count for row in report.replaced if row.piece == "experts"}
-        assert done == {"MixtralExperts": 1, "MixtralTopKRouter": 1}
+        assert done == {f"{name}Experts": 1, f"{name}TopKRouter": 1}
 
 
 def test_a_block_that_another_tool_computes_stays():

@@ -15,7 +15,7 @@ from tilery.base.errors import BadInput, ToolMissing, require
 from tilery.base.spec import dtype_name
 from tilery.ops.attention.checks import HEAD_DIMS
 from tilery.patch import experts, forwards, joined, loss, register_attention, swap, verify
-from tilery.patch.architectures import Architecture, Heads
+from tilery.patch.architectures import Architecture, Experts, Heads
 from tilery.patch.attention import BACKENDS
 from tilery.patch.forwards import State
 from tilery.patch.joined import Joined
@@ -158,8 +158,7 @@ class Application:
             state.joined.parts(module)  # type: ignore[union-attr]
 
     def _experts(self, name: str, module: Any) -> None:
-        how = self.known.experts
-        assert how is not None, "asked for experts"
+        how = self._routed
         why = _missing(module, *experts.needed(how)) or swap.refusal(self._block(name))
         why = why or self._weight_refusal(module, "gate_up_proj", "down_proj")
         why = why or experts.refusal(module, how, _act(module))
@@ -170,8 +169,7 @@ class Application:
             self._replace(name, module, experts.experts, State(self.backends, routed=how), {"experts": ("fused_moe",)})
 
     def _router(self, name: str, module: Any) -> None:
-        how = self.known.experts
-        assert how is not None, "asked for experts"
+        how = self._routed
         why = self._experts_refusal(name) or _missing(module, *experts.needed_of_router(how))
         if self._fits("experts", module, why or experts.router_refusal(module, how)):
             state = State(self.backends, routed=how, aside=experts.aside)
@@ -179,11 +177,17 @@ class Application:
 
     def _with_shared(self, name: str, module: Any) -> None:
         why = self._experts_refusal(f"{name}.experts") or _missing(module, "gate", "experts", "shared_experts")
-        router = getattr(self.modeling, self.known.prefix + self.known.experts.router, None)  # type: ignore[union-attr]
+        router = getattr(self.modeling, self.known.prefix + self._routed.router, None)
         if why is None and (router is None or not isinstance(module.gate, router)):
             why = f"its gate is a {type(module.gate).__name__}"
         if self._fits("experts", module, why):
             self._replace(name, module, experts.with_shared, State(self.backends), {"experts": ("fused_moe",)})
+
+    @property
+    def _routed(self) -> Experts:
+        found = self.known.experts
+        assert found is not None, "asked for experts"
+        return found
 
     def _block(self, name: str) -> nn.Module:
         """What the experts or the router of this name are a part of."""

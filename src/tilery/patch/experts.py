@@ -70,7 +70,7 @@ def _operands(module: Any, how: Experts) -> tuple[Any, ...]:
 def _rule(module: Any, how: Experts) -> tuple[Any, ...]:
     """What moe_route takes besides logits."""
     bias = getattr(module, how.bias).float() if how.bias else None
-    renormalizes = getattr(module, how.renormalizes) if isinstance(how.renormalizes, str) else how.renormalizes
+    renormalizes = bool(getattr(module, how.renormalizes) if isinstance(how.renormalizes, str) else how.renormalizes)
     groups = [getattr(module, name) for name in how.groups] or (1, 1)
     scaling = float(getattr(module, how.scaling)) if how.scaling else 1.0
     return bias, module.top_k, how.scoring, renormalizes, *groups, scaling
@@ -98,6 +98,8 @@ def refusal(module: Any, how: Experts, act: str | None) -> str | None:
         return "its experts are spread over several processes"
     if not how.interleaved and act != "silu":
         return "its activation has no op, fused_moe takes SiLU"
+    if how.interleaved and not module.limit:
+        return f"its limit is {module.limit}, fused_moe takes one above 0"
     w_gate_up, w_down, b_gate_up, b_down, *scalars = _operands(module, how)
     x, weights, ids = (
         torch.empty(_TOKENS, size, dtype=dtype, device="meta")
