@@ -16,6 +16,7 @@ std::size_t shared_size = 0;
 namespace {
 
 constexpr std::size_t STACK = 512 * 1024;
+constexpr int MOST_FRUITLESS = 100000;  // far more than blocks that poll
 constexpr unsigned char POISON = 0xff;  // NaN in every floating-point type
 
 struct Launch {
@@ -32,6 +33,7 @@ std::vector<unsigned char*> free_shared;
 std::jmp_buf scheduler, failed;
 std::string error;
 uint64_t steps = 0;
+int fruitless = 0;  // turns in a row in which threads polled, and nothing else happened
 void* entering = nullptr;
 
 void* take_stack() {
@@ -80,6 +82,7 @@ void switch_to(Thread* thread) {
 }
 
 void start_cluster(int first_block, int cluster_size) {
+    fruitless = 0;
     auto cluster = std::make_unique<Cluster>();
     for (int rank = 0; rank < cluster_size; ++rank) {
         auto block = std::make_unique<Block>();
@@ -163,6 +166,7 @@ void take_step() {
         const auto operation = std::move(operations[i]);
         operations[i] = std::move(operations.back());
         operations.pop_back();
+        fruitless = 0;
         operation();
         return;
     }
@@ -209,7 +213,16 @@ void wait_on(const void* key, const char* what) {
     if (!setjmp(thread->registers)) std::longjmp(scheduler, 1);
 }
 
+void poll(const void* key, const char* what) {
+    Thread* const thread = current;
+    thread->waits_on = key, thread->waits_for = what;
+    if (++fruitless > MOST_FRUITLESS) fail(deadlock());
+    ready.push_back(thread);
+    if (!setjmp(thread->registers)) std::longjmp(scheduler, 1);
+}
+
 void wake(const void* key) {
+    fruitless = 0;
     const auto found = waiting.find(key);
     if (found == waiting.end()) return;
     ready.insert(ready.end(), found->second.begin(), found->second.end());
