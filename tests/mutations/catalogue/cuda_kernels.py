@@ -31,9 +31,9 @@ CUDA.add(
 )
 CUDA.add(
     "keys-past-the-last",
-    "distance > p.window_left || column > last) scores[r] = 0.0f;",
-    "distance > p.window_left) scores[r] = 0.0f;",
-    "test_attention_backward_hopper.py::test_keys_past_the_last_do_not_overflow",
+    "distance > p.window_left || (OF_KEYS ? row : column) > last_key)",
+    "distance > p.window_left)",
+    "test_attention_backward_hopper.py::test_keys_past_the_last_do_not_overflow[False]",
 )
 CUDA.add(
     "a-query-ahead",

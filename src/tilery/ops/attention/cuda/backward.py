@@ -164,8 +164,8 @@ def _stage_bytes(what: str, step: int, width: int) -> int:
 
 
 def _most_stages(call: BackwardCall, what: str, rows: int, step: int) -> int:
-    device, width = gpu(call.q.device), columns(call.head_dim)
-    room = device.shared_per_block - device.reserved_shared - _shared_bytes(what, rows, step, 0, width)
+    width = columns(call.head_dim)
+    room = gpu(call.q.device).shared_per_block - _shared_bytes(what, rows, step, 0, width)
     return min(room // _stage_bytes(what, step, width), _MAX_STAGES)
 
 
