@@ -246,3 +246,18 @@ def test_one_pass_follows_no_wrong_offsets():
         one = case(m=0, heads=2, kv_heads=1, n=16, dtype="fp16", order="thd", lengths="9+4+20", wrong=wrong)
         assert check(attention_backward, "cuda.hopper", one, torch.device(where),
                      config=Config(128, 64, 2, one_pass=True)).refused is None  # fmt: skip
+
+
+@pytest.mark.parametrize("tile", [(128, 64), (128, 80)])
+def test_nothing_of_another_sequence_gets_into_one_pass(tile):
+    """Tiles of the first sequence also load rows of the second, whose NaN times a probability of 0 would be NaN."""
+    given = {"m": 0, "n": 128, "heads": 2, "kv_heads": 1, "dtype": "fp16", "order": "thd", "lengths": "70:90+60:50"}
+    args = attention_backward.inputs(**given, causal=False, device=str(runs_here()))
+    problem = attention_backward.call(attention_backward.specs(tuple(args.values())))
+    config = kernel.one_pass(problem, tile)
+    clean = attention_backward(**args, backend="cuda.hopper", config=config)
+    for name in ("q", "k", "v", "dout", "result"):
+        args[name][90 if name in ("k", "v") else 70 :] = torch.nan
+    args["lse"][:, 70:] = torch.nan
+    for kept, soiled, own in zip(clean, attention_backward(**args, backend="cuda.hopper", config=config), (70, 90, 90)):
+        assert torch.equal(kept[:own], soiled[:own])
