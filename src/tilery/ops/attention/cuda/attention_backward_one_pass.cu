@@ -7,10 +7,10 @@
 //
 // Pᵀ and dSᵀ are register operands of the sums. dS goes through shared memory too, for dQ, to which all keys of the tile
 // add: a warpgroup has 64 columns of dQ, or half of the queries where a head has no more columns. The parts of dQ are
-// added up in memory in fp32, by a warp of its own. It waits until the tiles of keys before this one have added theirs.
-// So every run gives the same bits. A tile meets the last queries first: there all tiles of a causal head have work, so
-// each is one step behind the one before it. With the first queries first, a tile would wait until those before it had
-// come to its own first query. A last kernel rounds dQ.
+// added up in memory in fp32, by a warp that waits until the tiles of keys before this one have added theirs. So every
+// run gives the same bits. A tile meets the last queries first: there all tiles of a causal head have work, so each is
+// one step behind the one before it. With the first queries first, a tile would wait until those before it had come to
+// its own first query. A last kernel rounds dQ.
 #include "attention_backward.cuh"
 #include "ordered_sums.cuh"
 
@@ -86,12 +86,13 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1) hopper_attention_ba
     constexpr bool EARLY_DV = LEAST + OPERAND <= 208, LATE_DK = LEAST + 2 * OPERAND <= 208;
     constexpr bool FULL = LEAST + (EARLY_DV + LATE_DK) * OPERAND > 200;
     extern __shared__ __align__(1024) unsigned char smem[];
-    Stream stream(smem, 2 * KEPT_BYTES + 2 * DS_BYTES + DQ_BYTES + 32);
+    Stream stream(smem, 2 * KEPT_BYTES + 2 * DS_BYTES + DQ_BYTES + 48);
     TilePipeline<1, 2 * KEPT_BYTES> kept(stream.after_tiles(), 2 * DS_BYTES + DQ_BYTES);
     unsigned char *const ds_tiles = kept.after_tiles(), *const dq_tile = ds_tiles + 2 * DS_BYTES;
-    Mbarrier &dq_full = kept.empty[1], &dq_empty = kept.empty[2];
+    Mbarrier *const dq_full = kept.empty + 1, *const dq_empty = dq_full + 2;  // of even and of odd steps
     if (threadIdx.x == 0) {
-        dq_full.init(WARPGROUPS * 4), dq_empty.init(1), stream.init(WARPGROUPS * 4), kept.init(WARPGROUPS * 4);
+        for (int i = 0; i < 2; ++i) dq_full[i].init(WARPGROUPS * 4), dq_empty[i].init(1);
+        stream.init(WARPGROUPS * 4), kept.init(WARPGROUPS * 4);
         prefetch_tensor_map(k_map), prefetch_tensor_map(v_map), prefetch_tensor_map(q_map), prefetch_tensor_map(dout_map);
     }
     __syncthreads();
@@ -129,16 +130,18 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1) hopper_attention_ba
                 stream.advance();
             }
         }
-        if (warp == WARPGROUPS * 4 + 2 && lane == 0) {  // adds to dQ
+        if (warp >= WARPGROUPS * 4 + 2 && lane == 0) {  // add to dQ: one may wait while the other's copy completes
+            const int odd = warp % 2;
 #pragma unroll 1
             for (BackwardSteps<STEP> at(tile, p.heads_per_kv); at.left(); at.advance()) {
+                if (at.count % 2 != odd) continue;
                 const i64 sum = first_query_block(g, tile, p.cu_seqlens_q, first_head + at.head, STEP) + at.row / STEP;
                 // Tiles of keys that meet this block of queries too and come before.
                 const int first_key = max(at.row + tile.keys - tile.queries - p.window_left, 0);
                 const int before = tile.first / ROWS - first_key / ROWS;
                 const Turns turns{g.dq_turns + sum};
                 turns.wait_for(before);
-                dq_full.wait(at.count);
+                dq_full[odd].wait(at.count / 2);
                 float* const to = g.dq_sums + sum * (STEP * PADDED_DIM);
                 if (before == 0)
                     bulk_store(to, dq_tile, DQ_BYTES);
@@ -146,7 +149,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1) hopper_attention_ba
                     bulk_add(to, dq_tile, DQ_BYTES);
                 bulk_commit();
                 bulk_wait_read();
-                dq_empty.arrive();
+                dq_empty[odd].arrive();
                 bulk_wait();
                 turns.pass_on();
             }
@@ -215,14 +218,14 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1) hopper_attention_ba
             Tiles::issue_sum(acc_k, ds16, q);
             warpgroup_wait<1>();
             warpgroup_fence_operand(dq);
-            dq_empty.wait(at.count + 1);
+            if (at.count > 0) dq_empty[1 - at.count % 2].wait((at.count - 1) / 2);
             float4* const to = reinterpret_cast<float4*>(dq_tile + warpgroup * Part::BYTES) + threadIdx.x % 128;
 #pragma unroll
             for (int n = 0; n < Part::QUERIES / 8; ++n)
                 to[n * 128] = make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
             fence_async_proxy();
             __syncwarp();
-            if (lane == 0) dq_full.arrive();
+            if (lane == 0) dq_full[at.count % 2].arrive();
             if constexpr (!LATE_DK) {
                 warpgroup_wait_all(acc_k);
                 stream.consumer_release();

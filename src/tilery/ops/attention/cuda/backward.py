@@ -154,7 +154,7 @@ def _shared_bytes(what: str, rows: int, step: int, stages: int, width: int) -> i
     """Shared memory of a block that keeps so many rows of two tensors of 16 bits; `step` rows of two others stream."""
     held = _ALIGNMENT + 2 * rows * width * 2 + _BARRIERS + stages * _stage_bytes(what, step, width)
     if what == "one_pass":  # dS twice, a step's dq in fp32, and the barriers of that
-        held += 2 * rows * step * 2 + step * width * 4 + _BARRIERS
+        held += 2 * rows * step * 2 + step * width * 4 + 2 * _BARRIERS
     return held
 
 
