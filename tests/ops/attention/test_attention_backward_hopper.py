@@ -156,13 +156,13 @@ def test_one_pass_has_sums_and_counters_for_every_block_of_queries():
 
 
 @pytest.mark.usefixtures("hopper")
-def test_as_many_heads_run_together_as_the_l2_holds():
-    """Of 1000 queries and keys: a pair of heads that share keys takes 1000 · 128 · (2 · 8 + 4) bytes, of 32 MiB."""
+def test_as_many_heads_run_together_as_the_l2_holds_or_as_make_four_tiles_of_each():
+    """Of 200 queries and keys: a pair of heads that share keys takes 200 · 128 · (2 · 8 + 4) bytes, of 32 MiB."""
     one = Config(128, 64, 2, one_pass=True)
-    assert launches(call(m=1000, keys=1000, batch=20), one)[1].args["pairs_per_group"] == 13
-    assert launches(call(m=1000, keys=1000, batch=2), one)[1].args["pairs_per_group"] == 4  # all that there are
-    assert launches(call(m=200000, keys=200000), one)[1].args["pairs_per_group"] == 1
-    assert launches(call(m=200000, keys=200000), kernel.default(call()))[1].args["pairs_per_group"] == 2
+    assert launches(call(m=200, keys=200, batch=50), one)[1].args["pairs_per_group"] == 65
+    assert launches(call(m=9000, keys=9000, batch=50), one)[1].args["pairs_per_group"] == 132 // 4
+    assert launches(call(m=9000, keys=9000, batch=2), one)[1].args["pairs_per_group"] == 4  # all that there are
+    assert launches(call(m=9000, keys=9000, batch=50), kernel.default(call()))[1].args["pairs_per_group"] == 100
 
 
 @pytest.mark.usefixtures("hopper")

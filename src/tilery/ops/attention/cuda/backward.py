@@ -34,6 +34,7 @@ _FAR = 2**29  # tokens and tiles are numbered in 32 bits
 _MAX_HEAD = 128  # a thread keeps its part of dk and of dv in registers
 _ALIGNMENT, _BARRIERS = 1024, 16  # bytes to align tiles, and of a stage's barriers
 _MAX_STAGES = 4
+_TILES_TOGETHER = 4  # of a head that share what they read in one pass
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Config:
 _DKDV = {64: ((128, 80), (128, 64), (192, 32)), 128: ((128, 48), (128, 32))}
 _DQ = {64: ((192, 80), (128, 128), (192, 64)), 128: ((128, 112), (128, 80), (192, 48), (128, 96))}
 _DQ_SOFTCAP = {64: ((192, 64), (128, 96)), 128: ((128, 96), (128, 80), (192, 48))}  # it takes registers too
-_ONE_PASS_PLAIN = {64: ((128, 128), (128, 96), (128, 64)), 128: ((128, 64), (128, 80), (128, 48))}
+_ONE_PASS_PLAIN = {64: ((128, 96), (128, 128), (128, 64)), 128: ((128, 64), (128, 80), (128, 48))}
 _ONE_PASS_SOFTCAP = {64: ((128, 96), (128, 64)), 128: ((128, 48), (128, 32))}
 _TILES = {"dkdv": (_DKDV, _DKDV), "dq": (_DQ, _DQ_SOFTCAP), "one_pass": (_ONE_PASS_PLAIN, _ONE_PASS_SOFTCAP)}
 
@@ -197,18 +198,13 @@ def _pass(call: BackwardCall, own: dict[str, Any], rows: int, step: int, stages:
 
 
 def _one_pass(call: BackwardCall, outputs: dict[str, Any], maps: dict[str, Any], config: Config) -> list[Launch]:
-    """All gradients by tiles of keys, dq as sums in fp32; and dq rounded.
-
-    The tiles of so many heads run together as the L2 has room for what they read, and for their sums.
-    """
+    """All gradients by tiles of keys, dq as sums in fp32; and dq rounded."""
     rows, step = config.dkdv_block_n, config.dkdv_block_m
     warpgroups, width, blocks = rows // 64, columns(call.head_dim), _query_blocks(call, step)
-    of_head = (call.group * call.queries * (2 + 2 + 4) + call.keys * (2 + 2)) * width  # bytes of q, dout, dq, k and v
-    in_l2 = max(gpu(call.q.device).l2_for_reuse // max(of_head, 1), 1)
     names = zip(("k_map", "v_map", "q_map", "dout_map"), maps.values())
     sums = {"dq_sums": call.dq_sums, "dq_turns": call.dq_turns, "query_heads": call.heads, "query_blocks": blocks}
     args, grid = _params(call, rows, of_keys=True)
-    args |= outputs | dict(names) | sums | {"pairs_per_group": min(in_l2, args["pairs_per_group"])}
+    args |= outputs | dict(names) | sums | {"pairs_per_group": min(_heads_together(call), args["pairs_per_group"])}
     constants = {"T": call.q.dtype, "HEAD_DIM": call.head_dim, "STEP": step, "WARPGROUPS": warpgroups}
     options = {"threads": threads(rows), "shared": _shared_bytes("one_pass", rows, step, config.dkdv_stages, width)}
     more = {"STAGES": config.dkdv_stages, "SOFTCAP": call.softcap > 0}
@@ -216,6 +212,16 @@ def _one_pass(call: BackwardCall, outputs: dict[str, Any], maps: dict[str, Any],
     args, grid = _params(call, step, of_keys=False)
     args |= {"out": call.dq, "out_v": 0} | sums
     return [first, Launch(_ROUND_DQ, grid, args, constants, {"threads": warpgroups * 128}, pdl=True)]
+
+
+def _heads_together(call: BackwardCall) -> int:
+    """KV heads whose tiles take turns: as many as the L2 has room for, or as give each _TILES_TOGETHER tiles at a time.
+
+    The more heads, the fewer tiles of one stand in line to add to its dq, but what they stream comes from memory.
+    """
+    device, width = gpu(call.q.device), columns(call.head_dim)
+    of_head = (call.group * call.queries * (2 + 2 + 4) + call.keys * (2 + 2)) * width  # bytes of q, dout, dq, k and v
+    return max(device.l2_for_reuse // max(of_head, 1), device.sms // _TILES_TOGETHER)
 
 
 def _params(call: BackwardCall, rows: int, of_keys: bool) -> tuple[dict[str, Any], int]:
