@@ -130,3 +130,9 @@ CUDA.add(
     "int row = packed ? tile.head : tile.sequence",
     f"{BACKWARD}[packed-64-one_pass-128x64]",
 )
+CUDA.add(
+    "last-group-of-heads-taken-for-full",
+    "in_turn = min(pairs - first_pair, p.pairs_per_group)",
+    "in_turn = p.pairs_per_group",
+    "test_attention_backward_hopper.py::test_groups_of_heads_follow_each_other[2]",
+)

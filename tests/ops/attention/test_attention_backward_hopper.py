@@ -195,6 +195,15 @@ EACH = [
 ]
 
 
+@pytest.mark.parametrize("together", [1, 2])
+def test_groups_of_heads_follow_each_other(monkeypatch, together):
+    """Three heads of keys, so that the last group of two is not full."""
+    monkeypatch.setattr(backward, "_heads_together", lambda call: together)
+    where, one = runs_here(), case(**PLAIN | {"m": 290 + together, "heads": 6, "kv_heads": 3, "n": 64, "dtype": "fp16"})
+    config = Config(128, 64, 2, one_pass=True)
+    assert check(attention_backward, "cuda.hopper", one, where, config=config).refused is None
+
+
 @pytest.mark.parametrize((*FORM, "what"), EACH)
 def test_every_form_is_right(n, softcap, made, tile, what):
     where = runs_here()
