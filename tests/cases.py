@@ -21,13 +21,17 @@ def size(op, case):
 def plain_case(op, dtype="fp32", kernel=None):
     """The first that is neither empty nor special nor laid out in an odd way, and that the kernel takes.
 
-    `dtype` is that of its tensors, or of its output where the case says that too.
+    `dtype` is that of its tensors, or of its output where the case says that too; of several names the first counts of
+    which there is such a case.
     """
+    first, *others = [dtype] if isinstance(dtype, str) else dtype
     for case in op.cases["test"]:
         params = case.params
         odd = params.get("layout", "contiguous") != "contiguous" or params.get("special", "none") != "none"
         empty = any(value == 0 for name, value in params.items() if name in ("m", "n", "k"))
         found = params.get("out", params.get("dtype", dtype))
-        if found == dtype and not odd and not empty and kernel not in case.refused_by:
+        if found == first and not odd and not empty and kernel not in case.refused_by:
             return case
+    if others:
+        return plain_case(op, others, kernel)
     raise LookupError(f"{op.name} has no plain {dtype} case for {kernel}")

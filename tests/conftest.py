@@ -33,6 +33,7 @@ os.environ.pop("TILERY_CONFIG_DIR", None)
 os.environ.pop("TILERY_EXPLAIN", None)
 
 import tilery.ops  # noqa: E402, F401  fills the registry, whichever test runs alone
+from gpu_context import pytest_runtest_logfinish  # noqa: E402, F401  pytest looks for it here
 from tilery.base import settings  # noqa: E402
 from tilery.core import tuned  # noqa: E402
 from tilery.core.op import Op  # noqa: E402

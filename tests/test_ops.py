@@ -140,7 +140,7 @@ def test_every_config_is_right(op, kernel):
     where = place(op, kernel)
     if where.device is None:
         pytest.skip("needs a GPU; the default config is compiled by test_builds_for_every_claimed_architecture")
-    small = plain_case(op, "fp16", kernel)
+    small = plain_case(op, ("fp16", "fp32"), kernel)
     call = call_for(op, small, str(where.device))
     configs = op.kernel(kernel).configs(call)
     assert configs and op.kernel(kernel).default(call)

@@ -22,6 +22,7 @@ from tilery.languages.tensor_maps import of_matrix
 
 if why := cuda_emulator.refusal():
     pytest.skip(why, allow_module_level=True)
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU that is here, not emulated")
 
 CPU = torch.device("cpu")
 _TIMES = 12  # launches: each has another order of threads
@@ -347,10 +348,11 @@ def test_tma_and_wgmma_multiply(kernel):
     [(("    warpgroup_wait_all(acc);\n", ""), None),
      (("    full.wait(0);\n", ""), None),
      (("tma_load_2d(full, smem + 8192", "tma_load_2d(full, smem + 8200"), "multiples of 128 bytes"),
+     (("tma_load_2d(full, smem, a, 0, 0)", "tma_load_2d(full, smem, a, 4, 0)"), "multiples of 16 bytes"),
      (("smem_desc_k_major(smem + 8192) + 2 * k", "smem_desc_k_major(smem + 8192) + 2 * k + threadIdx.x / 64"),
       "threads of a warpgroup issue different wgmmas"),
      (("k < 4;", "k < (threadIdx.x < 32 ? 3 : 4);"), "no thread can go on")],
-    ids=["no wait for wgmma", "no wait for TMA", "misaligned", "different descriptors", "some threads only"],
+    ids=["no wgmma wait", "no TMA wait", "misaligned", "between 16 bytes", "different descriptors", "some threads"],
 )  # fmt: skip
 def test_mistakes_with_tma_and_wgmma_are_noticed(kernel, broken, said):
     a, b, out, wanted = operands()

@@ -204,17 +204,35 @@ def test_a_product_times_zero_keeps_its_nan_and_infinity():
 def test_an_epilogue_that_would_round_twice_is_refused():
     x, w, bias = torch.randn(4, 8).bfloat16(), torch.randn(6, 8).bfloat16(), torch.randn(6).bfloat16()
     residual = torch.randn(4, 6).bfloat16()
-    for more in ((bias, None, "relu"), (None, residual, "none"), (bias, None, "none")):
+    for more in ((bias, None, "relu"), (bias, None, "none")):
         assert linear.plan(linear.specs((x, w, *more, "ieee")), "vendor").kernel == "vendor"
     with pytest.raises(NoBackend, match="rounds to bf16 before silu and residual, which the contract does once"):
         linear.plan(linear.specs((x, w, bias, residual, "silu", "ieee")), "vendor")
 
 
+def test_a_residual_in_16_bits_is_refused():
+    """On an H200 cuBLAS rounded some products before it added to them."""
+    x, w, residual = (torch.randn(shape) for shape in ((4, 8), (6, 8), (4, 6)))
+    given = linear.specs((x, w, None, residual, "none", "ieee"))
+    assert linear.plan(given, "vendor").kernel == "vendor"
+    half = linear.specs(tuple(x.half() for x in (x, w)) + (None, residual.half(), "none", "ieee"))
+    with pytest.raises(NoBackend, match="rounds to fp16 before residual, which the contract does once"):
+        linear.plan(half, "vendor")
+    with pytest.raises(NoBackend, match="rounds to fp16 before c, which the contract does once"):
+        tilery.matmul_add(x.half(), w.half().t(), residual.half(), backend="vendor")
+
+
 def test_rows_too_far_apart_for_cublas_are_refused():
-    """It counts them in 32 bits."""
-    a = CALL.a._replace(strides=(2**31, 1))
-    refused = matmul.kernel("vendor").refusal(SimpleNamespace(a=a, b=CALL.b))
-    assert refused == f"a must have strides below 2**31, got [{2**31}, 1]"
+    """It numbers values in 32 bits in some kernels, and read outside of such a tensor on an H200."""
+    takes = matmul.kernel("vendor").refusal
+    rows, columns = CALL.a.shape
+    step = (2**31 - columns) // (rows - 1)
+    far, farther = (CALL.a._replace(strides=(step + more, 1)) for more in (0, 1))
+    assert takes(SimpleNamespace(a=far, b=CALL.b)) is None
+    refused = takes(SimpleNamespace(a=farther, b=CALL.b))
+    assert refused == f"a must not span 2**31 values with gaps between its rows, got strides [{step + 1}, 1]"
+    dense = CALL.a._replace(shape=(2**17, 2**15), strides=(2**15, 1))
+    assert takes(SimpleNamespace(a=dense, b=CALL.b)) is None
 
 
 # Nothing counts it as ours

@@ -93,6 +93,17 @@ def test_short_rows_are_judged_by_the_size_of_all():
     assert judge((wide + 1e-9 * (wide < 1)).float(), wide, 1e-7).excess > 1
 
 
+def test_where_rows_cancel_each_is_judged_by_all_or_by_itself_if_that_is_more():
+    """The first rows of causal gradients have the largest terms: roundings of those are more than all rows' rms."""
+    ref = torch.full((100, 64), 1e-2, dtype=torch.float64)
+    ref[0], ref[1] = 10.0, 0.0  # the largest terms; terms that cancel
+    off = torch.zeros_like(ref)
+    off[0, 5], off[1, 5] = 0.15, 0.009  # slack allows 0.01 × (10 + 10), and 0.01 × (0 + 1)
+    assert judge((ref + off).float(), ref, 0.01, whole=True).excess < 1
+    assert judge((ref + 4 * off).float(), ref, 0.01, whole=True).element == (1, 5)
+    assert judge((ref + 4 * off).float()[:1], ref[:1], 0.01, whole=True).excess > 1
+
+
 def test_an_element_that_is_not_written_is_found(monkeypatch):
     def forgets_one(x, y):
         kept = y[-1, -1].clone()

@@ -15,6 +15,7 @@ from tiny import ARCHITECTURES, PADDING, PROMPT, both, make, same
 from typer.testing import CliRunner
 
 import tilery
+from cases import home
 from tilery.base.errors import BadInput
 from tilery.cli import app
 from tilery.patch import architectures
@@ -116,19 +117,31 @@ def test_the_report(made):
     assert "experts are not patched" in text and max(map(len, text.splitlines())) <= 80
 
 
-def test_a_backend_of_all_ops_or_of_some(made):
-    model = made("qwen3")
-    before, _, _ = both(model, model, PROMPT)
+def test_a_backend_of_all_ops_or_of_some():
+    where = home("triton")  # where Triton's kernels run
+    model, prompt = make("qwen3").to(where), PROMPT.to(where)
+    before = both(model, model, prompt)[0]
     tilery.unpatch(model)
-    for backend in ("numba", {"rms_norm": "triton"}):
+    for backend in ("numba", {"rms_norm": "triton"}) if where.type == "cpu" else ("triton", {"rms_norm": "triton"}):
         tilery.patch(model, backend=backend)
         with torch.no_grad():
-            same(model(PROMPT).logits, before.logits)
+            same(model(prompt).logits, before.logits)
         tilery.unpatch(model)
     with pytest.raises(BadInput, match=r"backend for rope_ must be one of numba, triton, got 'cuda'"):
         tilery.patch(model, backend={"rms_norm": "cuda", "rope_": "cuda"})
     with pytest.raises(BadInput, match=r"names ops that a patch calls, .*; got 'softmax'"):
         tilery.patch(model, backend={"softmax": "numba"})
+
+
+def test_tables_of_angles_that_are_transposed(made, monkeypatch):
+    """transformers 5.17 gives GPT-OSS such cos and sin."""
+    model = made("gpt_oss")
+    rotary = type(model.model.rotary_emb)
+    given = rotary.forward
+    transposed = lambda *args, **kwargs: tuple(x.mT.contiguous().mT for x in given(*args, **kwargs))  # noqa: E731
+    monkeypatch.setattr(rotary, "forward", transposed)
+    before, after, _ = both(model, model, PROMPT)
+    same(after.logits, before.logits)
 
 
 # Weights in one buffer

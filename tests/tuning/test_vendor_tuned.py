@@ -17,7 +17,7 @@ SPECS = specs_for(matmul, CASE, "cpu")
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["with it", "without it"])
-def test_the_tuner_may_choose_it(ship, tmp_path, monkeypatch, wanted):
+def test_the_tuner_may_choose_it(ship, tmp_path, monkeypatch, without_a_gpu, wanted):
     rates = ceilings.Ceilings(1e12, 1e12, 1e12, {"fp32": 1e15}, 1.0)
     monkeypatch.setattr(ceilings, "ceilings", lambda where, **_: rates)
     worker = FakeWorker(lambda candidate: 1.0 if candidate.kernel == "vendor" else 2.0, 0.002)

@@ -44,8 +44,8 @@ def test_what_runs_is_timed_beside_its_peers():
 
 def test_defaults_are_the_kernel_and_config_of_an_untuned_call(monkeypatch):
     op, depth = REGISTRY["softmax"], Depth(rounds=6, turn_ms=1.0, warm_s=0.0)
-    (unit,) = bench.units(op, list(op.kernels), ["baseline:torch"], [SMALL], depth, defaults=True)
-    (all_of_them,) = bench.units(op, list(op.kernels), ["baseline:torch"], [SMALL], depth)
+    asked = op, list(op.kernels), ["baseline:torch"], [SMALL], depth
+    unit, all_of_them = bench.units(*asked, defaults=True)[0], bench.units(*asked)[0]
     if unit.device == "cpu":
         assert unit.kernels == ("numba",)
     assert len(unit.kernels) == 1 and not unit.tuned and all_of_them.tuned

@@ -15,7 +15,7 @@ from tilery.ladder.rungs import RUNGS, Rung, Shipped, product
 from tilery.measure import timing
 from tilery.measure.child import Child
 from tilery.measure.place import describe
-from tilery.measure.recorder import Recorder
+from tilery.measure.recorder import Recorder, kept_code
 from tilery.measure.result import Row
 from tilery.measure.store import Store
 from tilery.workbench import isolate
@@ -61,7 +61,7 @@ def _time(names: list[str], case: Case, recorder: Recorder, depth: timing.Depth,
     for row in [row for row in recorder.rows if row.case == str(case) and row.ms is not None and row.kernel in RUNGS]:
         made = _compiled(RUNGS[row.kernel], case, arch)
         if isinstance(made, Artifact):  # it ran, so what fails is only to look at it: the row stays without
-            recorder.describe(row, made)
+            recorder.describe(row, made, kept_code(made))
 
 
 def _compile_all(names: list[str], case: Case, recorder: Recorder, say: Callable[[str], None]) -> None:

@@ -26,15 +26,15 @@ def judge(out: Tensor, ref: Tensor, slack: float, whole: bool = False) -> Judged
 
     An element may be off by half a step of out's dtype at its own size, which is the last rounding, and by `slack`
     times (its own size + the rms of its row, along the last dimension), which is the arithmetic before. `whole`: the
-    rms of all rows stands for that of each, where terms of one size cancel in some rows and not in others. So it does
-    for short rows, which say too little of the size of their terms.
+    rms of all rows stands for that of a row that is smaller, where terms of one size cancel in some rows and not in
+    others. So it does for short rows, which say too little of the size of their terms.
     """
     shape = ref.shape
     n = shape[-1] if ref.dim() and shape[-1] else 1
     difference = total = largest = excess = 0.0
     worst = start = 0
     rows = max(_CHUNK // n, 1)
-    scale = _rms(ref, n) if whole or n < _SHORT else None
+    least = _rms(ref, n) if whole or n < _SHORT else 0.0  # rms of a row
     for o, r in zip(out.reshape(-1, n).split(rows), ref.reshape(-1, n).split(rows)):
         o, r = o.double(), r.double()
         finite = r.isfinite()
@@ -46,7 +46,7 @@ def judge(out: Tensor, ref: Tensor, slack: float, whole: bool = False) -> Judged
         difference += max(off.square().sum().item() - _subnormal_rounding(r, out.dtype), 0.0)
         total += squares.sum().item()
         largest = max(largest, off.max().item() if off.numel() else 0.0)
-        bound = r.abs() + (squares.mean(-1, keepdim=True).sqrt() if scale is None else scale)
+        bound = r.abs() + squares.mean(-1, keepdim=True).sqrt_().clamp_(min=least)
         bound = half_steps(r, out.dtype).add_(bound, alpha=slack)
         ratio = off.div_(bound).flatten()
         if ratio.numel() and (most := ratio.max().item()) > excess:

@@ -54,16 +54,20 @@ class Recorder:
         self.store.finish(self.id)
 
     def keep_code(self, artifact: Artifact) -> str:
-        made = [stage for stage in inspect.stages(artifact) if stage in _KEPT_STAGES]
-        return self.store.add_code({stage: inspect.stage(artifact, stage) for stage in made})
+        return self.store.add_code(kept_code(artifact))
 
-    def describe(self, like: Row, artifact: Artifact) -> None:
-        """Every row of this kernel, config and case."""
-        code = self.keep_code(artifact)
+    def describe(self, like: Row, artifact: Artifact, code: dict[str, str]) -> None:
+        """Every row of this kernel, config and case; `code` is what is kept of it."""
+        kept = self.store.add_code(code)
         for n, row in enumerate(self.rows):
             if kind_of(row) == kind_of(like):
-                describe(row, artifact, code)
+                describe(row, artifact, kept)
                 self.store.replace(self.id, n, row)
+
+
+def kept_code(artifact: Artifact) -> dict[str, str]:
+    """The text of each stage that a run keeps. To print machine code takes a second, in a process of its own."""
+    return {stage: inspect.stage(artifact, stage) for stage in inspect.stages(artifact) if stage in _KEPT_STAGES}
 
 
 def kind_of(row: Row) -> tuple[str, ...]:

@@ -230,7 +230,7 @@ class _GraphSampler:
     def __init__(self, graph: torch.cuda.CUDAGraph, calls: int, turn_ms: float) -> None:
         self.graph, self.calls = graph, calls
         _elapsed(graph.replay)
-        self.replays = math.ceil(turn_ms / max(_elapsed(graph.replay), 1e-3))
+        self.replays = max(math.ceil(turn_ms / max(_elapsed(graph.replay), 1e-3)), 1)
 
     def block(self, meanwhile: Callable[[], object]) -> float:
         ms = _elapsed(self._replay, meanwhile)
@@ -277,7 +277,7 @@ def _gpu_sampler(arm: Arm, sets: int, device: torch.device, depth: Depth) -> _Sa
         except RuntimeError:  # this arm synchronises or uses a stream of its own; its row says "events"
             _end_failed_capture(device)
             calls = min(calls, 20)
-            return _EventSampler(arm, sets, calls, math.ceil(depth.turn_ms / (calls * each)))
+            return _EventSampler(arm, sets, calls, max(math.ceil(depth.turn_ms / (calls * each)), 1))
         return _GraphSampler(graph, calls, depth.turn_ms)
 
 

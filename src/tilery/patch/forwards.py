@@ -167,6 +167,7 @@ def _rotated(self: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, own: boo
 
 
 def _angles(cos: Tensor, sin: Tensor, half: bool) -> tuple[Tensor, Tensor]:
-    """Tables [tokens, R / 2]: transformers' hold every column twice, but for `half`."""
+    """Tables [tokens, R / 2]: transformers' hold every column twice, but for `half`, and are transposed in 5.17."""
     columns = cos.shape[-1] if half else cos.shape[-1] // 2
+    cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (cos, sin))
     return cos.flatten(0, 1)[:, :columns], sin.flatten(0, 1)[:, :columns]

@@ -19,7 +19,7 @@ from tilery.hardware import device
 from tilery.measure import timing
 from tilery.measure.compile import Compiler
 from tilery.measure.place import not_run, place
-from tilery.measure.recorder import Recorder, kind_of
+from tilery.measure.recorder import Recorder, kept_code, kind_of
 from tilery.measure.result import Row, is_ours
 from tilery.measure.store import Store
 from tilery.workbench import first_calls, isolate
@@ -106,19 +106,20 @@ def _describe_timed(choices: list[Choice], recorder: Recorder, say: Say) -> None
     by_op = {choice.op.name: choice for choice in choices}
     timed = {kind_of(row): row for row in reversed(recorder.rows) if row.samples and is_ours(row.kernel)}
 
-    def compiled(compiler: Compiler, row: Row) -> Artifact | None:
+    def compiled(compiler: Compiler, row: Row) -> tuple[Artifact, dict[str, str]] | None:
         say(f"compiling {row.op} {row.kernel}")
         op, where = REGISTRY[row.op], place(REGISTRY[row.op], row.kernel).device
         specs = specs_for(op, by_op[row.op].case(row.case), str(where))
         try:
             config = op.plan(specs, row.kernel).config
-            return compiler.compile(op.name, row.kernel, specs, device.arch(torch.device(str(where))), config)
+            made = compiler.compile(op.name, row.kernel, specs, device.arch(torch.device(str(where))), config)
+            return made, kept_code(made)
         except CompileFailed:  # it ran, so what fails is only to look at it: the row stays without
             return None
 
-    for row, artifact in zip(timed.values(), _in_parallel(compiled, timed.values())):
-        if artifact is not None:
-            recorder.describe(row, artifact)
+    for row, made in zip(timed.values(), _in_parallel(compiled, timed.values())):
+        if made is not None:
+            recorder.describe(row, *made)
 
 
 def _compile_the_rest(choices: list[Choice], recorder: Recorder, say: Say) -> None:

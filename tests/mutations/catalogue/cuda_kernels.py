@@ -136,3 +136,10 @@ CUDA.add(
     "in_turn = p.pairs_per_group",
     "test_attention_backward_hopper.py::test_groups_of_heads_follow_each_other[2]",
 )
+CUDA.add(
+    "dq-overwritten-before-it-is-copied",
+    "            if (at.count > 0) dq_empty[1 - at.count % 2].wait((at.count - 1) / 2);\n",
+    "",
+    SAME_BITS,
+    *ONE_PASS,
+)

@@ -24,7 +24,7 @@ def drawn(**params):
 
 def joined(given):
     """The arguments of attention_decode: each sequence's table begins with the pages of its prefix."""
-    token = torch.arange(len(given["q"])) * given["q"].shape[1]
+    token = torch.arange(len(given["q"]), device="cpu") * given["q"].shape[1]
     prefix = torch.searchsorted(given["cu_prefix_q"].cpu(), token, right=True) - 1
     tables = given["prefix_table"].cpu()[prefix], given["block_table"].cpu()
     lengths = given["lengths"].cpu() + given["prefix_lengths"].cpu()[prefix]

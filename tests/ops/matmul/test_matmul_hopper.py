@@ -212,6 +212,7 @@ def test_explaining_a_choice_names_the_time_it_expects(capsys, monkeypatch):
 def test_large_products_get_the_tiles_that_need_the_least_power():
     config = kernel.default(call_of(8192, 8192, 8192))
     assert (config.block_n, config.multicast_b, config.tma_store) == (128, 2, True)
+    assert kernel.default(call_of(256, 131072, 8192)).block_n == 256  # as large, but b comes from memory
 
 
 def test_expected_times_grow_with_the_work():

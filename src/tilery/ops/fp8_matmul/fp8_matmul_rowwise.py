@@ -10,6 +10,7 @@ from tilery.core.op import op
 from tilery.core.peers import Saved, baselines
 from tilery.ops.fp8_matmul import contract
 from tilery.ops.fp8_matmul.call import Fp8MatmulCall
+from tilery.ops.matmul.contract import FAR
 from tilery.ops.quantize import formats
 
 MULTIPLE = 16  # of K
@@ -103,7 +104,7 @@ _of_each_row = Saved(lambda scale, rows: scale.view(-1, 1).expand(rows, 1).conti
             case(m=1, n=208, k=144, dtype="e4m3", out="bf16"),
             case(m=40, n=32, k=0, dtype="e4m3", out="bf16"),
             case(m=33, n=64, k=80, dtype="e4m3", out="bf16", layout="padded", layout_b="padded"),
-            case(m=3, n=32, k=64, dtype="e4m3", out="bf16", layout="far"),
+            case(FAR, m=3, n=32, k=64, dtype="e4m3", out="bf16", layout="far"),
             case(m=32, n=64, k=128, dtype="e4m3", out="bf16", special="nan"),
             case(m=32, n=64, k=256, dtype="e4m3", out="bf16", special_scale="nan"),
             case(m=32, n=64, k=256, dtype="e4m3", out="bf16", special_scale="zero"),

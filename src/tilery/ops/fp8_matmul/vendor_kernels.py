@@ -9,7 +9,7 @@ from torch import Tensor
 from tilery.base.launch import Launch
 from tilery.base.spec import DTYPES, dtype_name
 from tilery.ops.fp8_matmul.call import Fp8MatmulCall
-from tilery.ops.matmul.vendor_kernels import Config, Vendor, strides_refusal
+from tilery.ops.matmul.vendor_kernels import Config, Vendor, span_refusal
 
 _EACH = 16  # what N and the bytes from row to row must be a multiple of
 
@@ -36,7 +36,7 @@ class Rowwise(Vendor):
             return f"scales by row to bf16 alone, got out_dtype {call.out_dtype}"
         if not all(s.shape[0] <= 1 or s.stride(0) == 1 for s in (call.a_scale, call.b_scale)):
             return "scales must be contiguous"
-        return strides_refusal(a=call.a, b=call.b)
+        return span_refusal(a=call.a, b=call.b)
 
     def launches(self, call: Fp8MatmulCall, config: Config) -> list[Launch]:
         args = {"a": call.a, "a_scale": call.a_scale, "b": call.b, "b_scale": call.b_scale}

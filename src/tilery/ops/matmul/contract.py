@@ -21,6 +21,8 @@ _LONG_SUM = 2048  # products, up to which the error does not grow
 PRECISIONS = ("ieee", "tf32")
 # What cases of products with an epilogue declare as refused: tensor cores round fp32.
 TF32 = {"cuda.hopper": "tf32"}
+ROUNDS = {"vendor": "which the contract does once"}  # 16-bit results before something is added or applied
+FAR = {"vendor": "must not span 2**31 values with gaps"}
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": F.relu,

@@ -13,11 +13,10 @@ from tilery.core.peers import Compiled, baselines
 from tilery.ops.matmul import contract
 from tilery.ops.matmul.activation_backward import activation_backward
 from tilery.ops.matmul.call import LinearCall
-from tilery.ops.matmul.contract import ACTIVATIONS, ALLOWED, TF32
+from tilery.ops.matmul.contract import ACTIVATIONS, ALLOWED, FAR, ROUNDS, TF32
 from tilery.ops.matmul.matmul import matmul
 from tilery.ops.rows import contract as rows
 
-ROUNDS = {"vendor": "which the contract does once"}  # torch has no epilogue for it
 _FLOPS = {"none": 0, "relu": 1, "gelu": 25, "gelu_tanh": 9, "silu": 5}  # of an element
 
 
@@ -141,29 +140,29 @@ def _torch(
             case(m=40, n=72, k=80, dtype="bf16", bias=True, residual=True, activation="gelu_tanh", refused_by=ROUNDS),
             case(m=130, n=136, k=72, dtype="fp16"),  # several tiles each way
             case(m=65, n=33, k=97, dtype="fp32", bias=True, activation="silu", refused_by=TF32),  # odd tails
-            case(m=65, n=33, k=97, dtype="bf16", residual=True),
+            case(ROUNDS, m=65, n=33, k=97, dtype="bf16", residual=True),
             case(m=65, n=33, k=97, dtype="fp32", activation="gelu_tanh", refused_by=TF32),
             case(m=33, n=65, k=40, dtype="fp16", bias=True, activation="relu"),
-            case(m=33, n=44, k=40, dtype="fp16", residual=True),
+            case(ROUNDS, m=33, n=44, k=40, dtype="fp16", residual=True),
             case(ROUNDS, m=1, n=128, k=256, dtype="bf16", bias=True, activation="gelu"),  # one row
             case(m=3, n=300, k=64, dtype="fp32", bias=True, residual=True, activation="relu", refused_by=TF32),
             case(m=1, n=1, k=1, dtype="fp32", refused_by=TF32),
             case(m=0, n=64, k=64, dtype="fp16", bias=True),  # nothing to launch
-            case(m=64, n=0, k=64, dtype="fp16", residual=True),
+            case(ROUNDS, m=64, n=0, k=64, dtype="fp16", residual=True),
             # no products at all
             case(m=40, n=24, k=0, dtype="fp32", bias=True, residual=True, activation="silu", refused_by=TF32),
             case(m=5, n=64, k=64, dtype="fp32", batch=3, bias=True, residual=True, refused_by=TF32),  # [batch, m, k]
             case(ROUNDS, m=5, n=64, k=64, dtype="bf16", batch=3, bias=True, residual=True),
-            case(m=5, n=64, k=64, dtype="bf16", batch=3, residual=True),
+            case(ROUNDS, m=5, n=64, k=64, dtype="bf16", batch=3, residual=True),
             case(m=40, n=64, k=64, dtype="fp32", layout_b="transposed", bias=True, refused_by=TF32),
-            case(m=33, n=64, k=64, dtype="fp16", layout="padded", residual=True),
-            case(m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_b="misaligned", residual=True),
+            case(ROUNDS, m=33, n=64, k=64, dtype="fp16", layout="padded", residual=True),
+            case(ROUNDS, m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_b="misaligned", residual=True),
             case(ROUNDS, m=200, n=136, k=72, dtype="bf16", layout_b="transposed", bias=True, residual=True),
-            case(m=3, n=32, k=64, dtype="fp16", layout="far", residual=True),  # more than 2**31 elements apart
-            case(m=32, n=64, k=64, dtype="fp16", layout_b="far"),
+            case(ROUNDS, m=3, n=32, k=64, dtype="fp16", layout="far", residual=True),  # more than 2**31 elements apart
+            case(FAR, m=32, n=64, k=64, dtype="fp16", layout_b="far"),
             case(m=32, n=64, k=64, dtype="fp32", special="nan", bias=True, activation="relu", refused_by=TF32),
             case(m=32, n=64, k=64, dtype="fp32", special="inf", activation="silu", refused_by=TF32),
-            case(m=32, n=64, k=64, dtype="fp16", special="inf", residual=True),
+            case(ROUNDS, m=32, n=64, k=64, dtype="fp16", special="inf", residual=True),
             case(m=64, n=72, k=96, dtype="fp32", precision="tf32", bias=True, refused_by=TF32),
             case(m=33, n=65, k=97, dtype="fp32", precision="tf32", refused_by=TF32),
         ],

@@ -12,7 +12,7 @@ from tilery.core.op import op
 from tilery.core.peers import baselines, load
 from tilery.ops.matmul import contract
 from tilery.ops.matmul.call import MatmulCall, layout
-from tilery.ops.matmul.contract import ALLOWED
+from tilery.ops.matmul.contract import ALLOWED, FAR
 
 # Refusals that several cases declare: tensor cores round fp32, TMA wants rows on 16 bytes.
 TF32 = {"gluon": "tf32", "tilelang": "tf32", "cuda.hopper": "tf32"}
@@ -116,8 +116,8 @@ def _torch(a: Tensor, b: Tensor, precision: str) -> Tensor:
             case(m=70, n=64, k=64, dtype="fp16", layout="transposed", layout_b="contiguous", refused_by=TMA),
             case(m=33, n=64, k=64, dtype="fp16", layout="padded"),
             case(m=33, n=40, k=65, dtype="bf16", layout="misaligned", refused_by=TMA),
-            case(m=3, n=32, k=64, dtype="fp16", layout="far"),  # more than 2**31 elements from first to last
-            case(m=32, n=64, k=130, dtype="fp16", layout_b="far", refused_by=TMA),
+            case(FAR, m=3, n=32, k=64, dtype="fp16", layout="far"),  # more than 2**31 elements from first to last
+            case(m=32, n=64, k=130, dtype="fp16", layout_b="far", refused_by=TMA | FAR),
             case(m=32, n=64, k=64, dtype="bf16", special="nan"),
             case(m=32, n=64, k=64, dtype="fp32", special="inf", refused_by=TF32),
             case(m=32, n=64, k=64, dtype="fp16", special="inf"),

@@ -13,7 +13,7 @@ from tilery.core.peers import Compiled, baselines
 from tilery.ops.matmul import contract
 from tilery.ops.matmul import matmul as plain
 from tilery.ops.matmul.call import MatmulAddCall
-from tilery.ops.matmul.contract import TF32
+from tilery.ops.matmul.contract import ROUNDS, TF32
 
 
 def check(call: MatmulAddCall) -> None:
@@ -79,28 +79,28 @@ def _torch(a: Tensor, b: Tensor, c: Tensor, alpha: float, beta: float, precision
     cases={
         "test": [
             case(m=40, n=72, k=80, dtype="fp32", alpha=0.5, beta=-2.0, refused_by=TF32),
-            case(m=40, n=72, k=80, dtype="fp16", alpha=0.5, beta=-2.0),
-            case(m=40, n=72, k=80, dtype="bf16", alpha=0.5, beta=-2.0),
-            case(m=130, n=136, k=72, dtype="fp16", beta=0.5),  # several tiles each way
+            case(ROUNDS, m=40, n=72, k=80, dtype="fp16", alpha=0.5, beta=-2.0),
+            case(ROUNDS, m=40, n=72, k=80, dtype="bf16", alpha=0.5, beta=-2.0),
+            case(ROUNDS, m=130, n=136, k=72, dtype="fp16", beta=0.5),  # several tiles each way
             case(m=65, n=33, k=97, dtype="fp32", layout_b="contiguous", alpha=-1.0, refused_by=TF32),  # odd tails
-            case(m=65, n=33, k=97, dtype="bf16", layout="transposed"),
-            case(m=40, n=56, k=64, dtype="bf16", layout_c="transposed", beta=0.25),
+            case(ROUNDS, m=65, n=33, k=97, dtype="bf16", layout="transposed"),
+            case(ROUNDS, m=40, n=56, k=64, dtype="bf16", layout_c="transposed", beta=0.25),
             case(m=40, n=56, k=64, dtype="fp32", layout_c="transposed", beta=0.25, refused_by=TF32),
-            case(m=1, n=128, k=256, dtype="bf16", beta=0.5),  # one row
+            case(ROUNDS, m=1, n=128, k=256, dtype="bf16", beta=0.5),  # one row
             case(m=3, n=300, k=64, dtype="fp32", alpha=2.0, layout_c="transposed", refused_by=TF32),
             case(m=9, n=1, k=1, dtype="fp32", refused_by=TF32),
-            case(m=0, n=64, k=64, dtype="fp16"),  # nothing to launch
-            case(m=64, n=0, k=64, dtype="fp16"),
-            case(m=40, n=24, k=0, dtype="fp16", beta=2.0, refused_by={"cuda.hopper": "K must be"}),  # c alone
-            case(m=33, n=64, k=64, dtype="fp16", layout="padded", layout_c="padded"),
-            case(m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_c="misaligned"),
-            case(m=3, n=32, k=64, dtype="fp16", layout_c="far"),  # more than 2**31 elements from first to last
-            case(m=3, n=32, k=64, dtype="fp16", layout="far"),
+            case(ROUNDS, m=0, n=64, k=64, dtype="fp16"),  # nothing to launch
+            case(ROUNDS, m=64, n=0, k=64, dtype="fp16"),
+            case(m=40, n=24, k=0, dtype="fp16", beta=2.0, refused_by=ROUNDS | {"cuda.hopper": "K must be"}),  # c alone
+            case(ROUNDS, m=33, n=64, k=64, dtype="fp16", layout="padded", layout_c="padded"),
+            case(ROUNDS, m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_c="misaligned"),
+            case(ROUNDS, m=3, n=32, k=64, dtype="fp16", layout_c="far"),  # more than 2**31 elements from first to last
+            case(ROUNDS, m=3, n=32, k=64, dtype="fp16", layout="far"),
             case(m=32, n=64, k=64, dtype="fp32", special="nan", refused_by=TF32),
-            case(m=32, n=64, k=64, dtype="fp16", special="inf", alpha=-1.0),
+            case(ROUNDS, m=32, n=64, k=64, dtype="fp16", special="inf", alpha=-1.0),
             case(m=32, n=64, k=64, dtype="fp32", special_c="nan", refused_by=TF32),
             case(m=32, n=64, k=64, dtype="fp32", special_c="nan", beta=0.0, refused_by=TF32),  # c is not read
-            case(m=5, n=64, k=64, dtype="fp16", special_c="inf", beta=0.0),
+            case(ROUNDS, m=5, n=64, k=64, dtype="fp16", special_c="inf", beta=0.0),
             case(m=64, n=72, k=96, dtype="fp32", precision="tf32", alpha=0.5, refused_by=TF32),
         ],
         "bench": [case(m=m, n=4096, k=4096, dtype="bf16") for m in (16, 4096)],

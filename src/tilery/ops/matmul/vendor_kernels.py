@@ -5,6 +5,7 @@ grouped_mm makes its output, and follows offsets that lead outside) and linear_s
 before they are multiplied).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from tilery.hardware.device import ARCHS
 from tilery.languages import vendor_glue
 from tilery.ops.matmul.call import LinearCall, MatmulAddCall, MatmulCall
 
-_LARGEST = 2**31 - 1  # cuBLAS takes the distance between rows as 32 bits
+_MOST = 2**31  # values that a matrix may span: cuBLAS numbers those of some with gaps in 32 bits
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,22 @@ class Vendor(Kernel):
         return vendor_glue.library(where)
 
 
-def strides_refusal(**given: TensorSpec | None) -> str | None:
+def span_refusal(**given: TensorSpec | None) -> str | None:
     """Why these tensors, by the names that users know, are too far apart in memory."""
     for name, x in given.items():
-        if x is not None and any(step > _LARGEST for step, size in zip(x.strides, x.shape) if size > 1):
-            return f"{name} must have strides below 2**31, got {list(x.strides)}"
+        if x is None or not all(x.shape):
+            continue
+        matrix_span = 1 + sum((size - 1) * step for size, step in zip(x.shape[-2:], x.strides[-2:]))
+        if matrix_span > max(_MOST, math.prod(x.shape[-2:])):
+            return f"{name} must not span 2**31 values with gaps between its rows, got strides {list(x.strides)}"
     return None
+
+
+def adds_refusal(dtype: torch.dtype, what: str) -> str | None:
+    """Why cuBLAS does not add as the contract does: some of its kernels round the product to 16 bits before."""
+    if dtype == torch.float32:
+        return None
+    return f"rounds to {dtype_name(dtype)} before {what}, which the contract does once"
 
 
 def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -56,7 +67,7 @@ def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 class Matmul(Vendor):
     def refusal(self, call: MatmulCall, config: Config | None = None) -> str | None:
-        return strides_refusal(a=call.a, b=call.b)
+        return span_refusal(a=call.a, b=call.b)
 
     def launches(self, call: MatmulCall, config: Config) -> list[Launch]:
         args = {"a": call.a, "b": call.b, "out": call.out}
@@ -71,7 +82,7 @@ def _addmm(a: Tensor, b: Tensor, addend: Tensor, alpha: float, beta: float, out:
 
 class MatmulAdd(Vendor):
     def refusal(self, call: MatmulAddCall, config: Config | None = None) -> str | None:
-        return strides_refusal(a=call.a, b=call.b, c=call.addend)
+        return adds_refusal(call.a.dtype, "c") or span_refusal(a=call.a, b=call.b, c=call.addend)
 
     def launches(self, call: MatmulAddCall, config: Config) -> list[Launch]:
         args = {"a": call.a, "b": call.b, "addend": call.addend, "alpha": call.alpha, "beta": call.beta}
@@ -81,7 +92,7 @@ class MatmulAdd(Vendor):
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, act: str, out: Tensor
 ) -> None:  # fmt: skip
-    """The first that is added is added by the product itself; what is left is fp32, or relu, which rounds nothing."""
+    """The product adds the first itself. What is left is done to fp32, or is relu, which rounds nothing."""
     first, rest = (bias, residual) if bias is not None or act != "none" else (residual, None)
     if first is not None:
         torch.addmm(first, x, weight.t(), out=out)
@@ -103,13 +114,10 @@ _ACTIVATIONS: dict[str, Any] = {
 
 class Linear(Vendor):
     def refusal(self, call: LinearCall, config: Config | None = None) -> str | None:
-        if why := strides_refusal(x=call.a, weight=call.b, residual=call.addend):
-            return why
         steps = [call.act] if call.act not in ("none", "relu") else []
-        steps += ["residual"] if call.addend is not None and (call.bias is not None or call.act != "none") else []
-        if call.a.dtype != torch.float32 and steps:
-            return f"rounds to {dtype_name(call.a.dtype)} before {' and '.join(steps)}, which the contract does once"
-        return None
+        steps += ["residual"] if call.addend is not None else []
+        why = adds_refusal(call.a.dtype, " and ".join(steps)) if steps else None
+        return why or span_refusal(x=call.a, weight=call.b, residual=call.addend)
 
     def launches(self, call: LinearCall, config: Config) -> list[Launch]:
         residual = None if call.addend is None else matrix(call.addend)
@@ -124,7 +132,7 @@ def _bmm(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 class Bmm(Vendor):
     def refusal(self, call: Call, config: Config | None = None) -> str | None:
-        return strides_refusal(a=call.a, b=call.b)
+        return span_refusal(a=call.a, b=call.b)
 
     def launches(self, call: Call, config: Config) -> list[Launch]:
         return [Launch(_bmm, 1, {"a": call.a, "b": call.b, "out": call.c})]

@@ -67,10 +67,17 @@ void load_box(const TensorMap& map, const int (&at)[5], unsigned char* window, u
     });
 }
 
+void require_aligned(const TensorMap& map, const CopyRequest& request) {
+    if (int64_t{request.coordinates[0]} * map.itemsize % 16)
+        fail(where() + "TMA begins at multiples of 16 bytes, got column " + std::to_string(request.coordinates[0]) + " of values of " +
+             std::to_string(map.itemsize) + " (a GPU says: illegal instruction)");
+}
+
 }  // namespace
 
 void tma_load(const CopyRequest& request) {
     const TensorMap map = read_map(request.map);
+    require_aligned(map, request);
     if (static_cast<int>(map.rank) != request.rank)
         fail(where() + "a tensor map of " + std::to_string(map.rank) + " dimensions in a load of " + std::to_string(request.rank));
     if (request.shared % BOX_BYTES) fail(where() + "TMA loads to multiples of 128 bytes of shared memory");
@@ -101,6 +108,7 @@ BulkGroup& open_group() {
 
 void tma_store(const CopyRequest& request) {
     const TensorMap map = read_map(request.map);
+    require_aligned(map, request);
     open_group();
     const std::shared_ptr<BulkGroup> group = current->bulk_groups.back();
     ++group->reads, ++group->writes;

@@ -15,8 +15,13 @@ std::size_t shared_size = 0;
 
 namespace {
 
+// Steps that an operation takes on average while threads can go on. In every other launch it is LATE, so that whoever
+// does not wait for it comes first.
+constexpr unsigned SOON = 8, LATE = 4096;
+
 constexpr std::size_t STACK = 512 * 1024;
 constexpr int MOST_FRUITLESS = 100000;  // far more than blocks that poll
+unsigned patience = SOON;
 constexpr unsigned char POISON = 0xff;  // NaN in every floating-point type
 
 struct Launch {
@@ -24,7 +29,7 @@ struct Launch {
     void** args;
 };
 Launch launch;
-std::vector<Thread*> ready;
+std::vector<Thread*> ready, polling;
 std::unordered_map<const void*, std::vector<Thread*>> waiting;
 std::vector<std::function<void()>> operations;
 std::vector<std::unique_ptr<Cluster>> resident;
@@ -161,7 +166,8 @@ std::string deadlock() {
 }
 
 void take_step() {
-    if (!operations.empty() && (ready.empty() || randomness() % 8 == 0)) {
+    const bool operates = ready.empty() ? polling.empty() || randomness() % 2 : randomness() % patience == 0;
+    if (!operations.empty() && operates) {
         const std::size_t i = randomness() % operations.size();
         const auto operation = std::move(operations[i]);
         operations[i] = std::move(operations.back());
@@ -170,11 +176,12 @@ void take_step() {
         operation();
         return;
     }
-    if (ready.empty()) fail(deadlock());
-    const std::size_t i = randomness() % ready.size();
-    Thread* const thread = ready[i];
-    ready[i] = ready.back();
-    ready.pop_back();
+    if (ready.empty() && polling.empty()) fail(deadlock());
+    std::vector<Thread*>& from = ready.empty() || (!polling.empty() && randomness() % 8 == 0) ? polling : ready;
+    const std::size_t i = randomness() % from.size();
+    Thread* const thread = from[i];
+    from[i] = from.back();
+    from.pop_back();
     ++steps;
     switch_to(thread);
 }
@@ -189,7 +196,7 @@ void release(const Cluster& cluster) {
 
 void clear() {
     for (const auto& cluster : resident) release(*cluster);
-    resident.clear(), ready.clear(), waiting.clear(), operations.clear();
+    resident.clear(), ready.clear(), polling.clear(), waiting.clear(), operations.clear();
 }
 
 }  // namespace
@@ -217,7 +224,7 @@ void poll(const void* key, const char* what) {
     Thread* const thread = current;
     thread->waits_on = key, thread->waits_for = what;
     if (++fruitless > MOST_FRUITLESS) fail(deadlock());
-    ready.push_back(thread);
+    polling.push_back(thread);
     if (!setjmp(thread->registers)) std::longjmp(scheduler, 1);
 }
 
@@ -442,6 +449,7 @@ extern "C" const char* emulator_launch(void (*body)(void**), void** args, int bl
     }
     shared_size = static_cast<std::size_t>(shared), steps = 0, error.clear();
     randomness.seed(seed);
+    patience = randomness() % 2 ? SOON : LATE;
     if (setjmp(failed)) {
         if (error.find("block ") != 0) error = where() + error;
         current = nullptr, place = nullptr;

@@ -36,7 +36,7 @@ class GroupedHopperGemm(Kernel):
             return f"wgmma takes fp16 and bf16, and would round {dtype_name(call.a.dtype)} to tf32"
         if not (call.k and 1 <= call.groups <= _MOST_GROUPS):
             return f"takes K of at least 1 and 1 to {_MOST_GROUPS} groups, got K {call.k} and {call.groups} groups"
-        if call.most_tiles(_BLOCK_M) * ceil_div(call.n, min(_COLUMNS)) >= 2**31:
+        if (call.most_tiles(_BLOCK_M) + call.groups) * ceil_div(call.n, min(_COLUMNS)) >= 2**31:
             return f"numbers tiles in 32 bits, got {call.rows} rows of {call.n} columns"
         for given, dimension in zip(_operands(call), "MN"):
             if addressed(given) is None:

@@ -37,6 +37,7 @@ _TUNED = 32  # configs that a tuner tries
 # not show.
 _POWER = 1.3
 _LONG, _MANY_WAVES = 1e11, 7  # FLOPs of such products, and waves of those tiles
+_MANY_ROWS = 1024  # of such products: with fewer, b comes from memory too often for power to be the limit
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Problem(Generic[C]):
     def _limited_by_power(self, coolest: dict[str, int]) -> bool:
         flops = 2 * 64 * self.batch * self.m * self.n * self.k_blocks
         tiles = self.batch * ceil_div(self.m, 128) * ceil_div(self.n, coolest["block_n"])
-        return flops > _LONG and tiles >= _MANY_WAVES * self.card.sms
+        return self.m >= _MANY_ROWS and flops > _LONG and tiles >= _MANY_WAVES * self.card.sms
 
     def _is_coolest(self, config: C) -> bool:
         return all(getattr(config, name) == value for name, value in (self.coolest or {}).items())
