@@ -143,3 +143,15 @@ CUDA.add(
     SAME_BITS,
     *ONE_PASS,
 )
+CUDA.add(
+    "a-group-between-eight-rows",
+    "using Tiles = GroupedTiles<A_MN ? 16 / sizeof(T) : 1>;",
+    "using Tiles = GroupedTiles<1>;",
+    case("grouped_matmul", "cuda.hopper", "m=40,n=24,k=64,experts=3,dtype=fp16,layout=transposed"),
+)
+CUDA.add(
+    "probabilities-of-a-query-that-saw-nothing",
+    "lse2[row] = saw_nothing ? -minus_infinity() : lse[row] * LOG2E;",
+    "lse2[row] = lse[row] * LOG2E;",
+    "test_attention_backward.py::test_a_query_whose_lse_says_that_it_saw_nothing_has_no_gradient[cuda.hopper]",
+)

@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(256) attention_delta(
     for (int lanes = LANES / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
     if (row >= rows || column > 0) return;
     delta[row] = sum - (dlse ? dlse[row] : 0.0f);
-    lse2[row] = lse[row] * LOG2E;
+    const bool saw_nothing = lse[row] == minus_infinity();  // then no key has a probability
+    lse2[row] = saw_nothing ? -minus_infinity() : lse[row] * LOG2E;
 }
 
 // The maps are those of the tensors that are kept, a and b (K and V, or Q and dO), and of those that are streamed, c and d.
