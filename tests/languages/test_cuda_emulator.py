@@ -255,6 +255,62 @@ def test_cp_async_fills_with_zeros_what_it_does_not_read(kernel, form, read):
     assert torch.equal(out, torch.where(torch.arange(512) % 4 < read, a, 0))
 
 
+# Sums in memory that blocks add to in turns
+
+IN_TURNS = """
+#include "ordered_sums.cuh"
+__global__ void x(const float* a, float* sums, int* done) {
+    __shared__ alignas(16) float held[32];
+    held[threadIdx.x] = a[blockIdx.x * 32 + threadIdx.x];
+    fence_async_proxy();
+    __syncwarp();
+    if (threadIdx.x > 0) return;
+    for (int i = 0; i < 8; ++i) {
+        const Turns turns{done + i};
+        turns.wait_for(blockIdx.x);
+        if (blockIdx.x == 0) bulk_store(sums + i * 32, held, 128);
+        else bulk_add(sums + i * 32, held, 128);
+        bulk_commit();
+        bulk_wait();
+        turns.pass_on();
+    }
+}
+"""
+
+
+def in_turns(kernel, broken=None):
+    """Runs it for terms whose sum in fp32 depends on their order; whether sums and counters are right."""
+    a = torch.tensor([1.0, 2.0**30, -(2.0**30), 3.0]).view(4, 1) * torch.randint(1, 9, (4, 32))
+    sums, done = torch.full((8, 32), torch.nan), torch.zeros(8, dtype=torch.int32)
+    kernel(IN_TURNS, broken)(grid=4, threads=32, a=a, sums=sums, done=done)
+    wanted = a[0] + a[1] + a[2] + a[3]
+    return torch.equal(sums, wanted.expand(8, 32)) and done.tolist() == [4] * 8
+
+
+def test_blocks_add_to_memory_in_turns(kernel):
+    assert all(in_turns(kernel) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [("turns.wait_for(blockIdx.x);", ""), ("bulk_wait();", "bulk_wait_read();"),
+     ("if (blockIdx.x == 0) bulk_store(sums + i * 32, held, 128);\n        else ", "")],
+    ids=["no wait for a turn", "no wait for the copy", "nothing to add to"],
+)  # fmt: skip
+def test_mistakes_with_turns_are_noticed(kernel, broken):
+    assert wrong(lambda: None, lambda: in_turns(kernel, broken))
+
+
+def test_blocks_that_wait_for_a_turn_that_never_comes_are_a_deadlock(kernel):
+    with pytest.raises(RuntimeError, match=r"no thread can go on(.|\n)*block \d+, warp 0 at ld.acquire: 1 threads"):
+        in_turns(kernel, ("turns.pass_on();", ""))
+
+
+def test_a_bulk_copy_to_a_misaligned_address_is_noticed(kernel):
+    with pytest.raises(RuntimeError, match="must be multiples of 16 bytes"):
+        in_turns(kernel, ("bulk_store(sums + i", "bulk_store(sums + 1 + i"))
+
+
 # TMA and wgmma: c [64, 64] = a [64, 64] bᵀ [64, 64], rows and columns outside read as zeros
 
 PRODUCT = """

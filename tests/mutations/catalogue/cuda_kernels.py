@@ -5,6 +5,9 @@ from mutations.mutation import Layer, case
 (CUDA,) = LAYERS = (Layer("CUDA C++"),)
 BACKWARD = "test_attention_backward_hopper.py::test_every_form_is_right"
 CAUSAL, PACKED = f"{BACKWARD}[causal-64-dkdv-128x80]", f"{BACKWARD}[packed-64-dkdv-128x80]"
+ONE_PASS = f"{BACKWARD}[causal-64-one_pass-128x64]", f"{BACKWARD}[window-128-one_pass-128x64]"
+SAME_BITS = "test_attention_backward_hopper.py::test_every_run_of_one_pass_gives_the_same_bits[every key]"
+OTHERS = "test_attention_backward_hopper.py::test_nothing_of_another_sequence_gets_into_one_pass[tile0]"
 GROUPED = "test_grouped_hopper.py::test_every_form_is_right"
 ATTENTION = case("attention", "cuda.hopper", "m=150,heads=2,kv_heads=1,n=128,dtype=fp16,order=bhsd,batch=2")
 WRONG = "m=0,heads=2,kv_heads=1,n=16,dtype=fp16,order=thd,lengths=9+4+20,wrong=k3:36"
@@ -31,9 +34,9 @@ CUDA.add(
 )
 CUDA.add(
     "keys-past-the-last",
-    "distance > p.window_left || column > last) scores[r] = 0.0f;",
-    "distance > p.window_left) scores[r] = 0.0f;",
-    "test_attention_backward_hopper.py::test_keys_past_the_last_do_not_overflow",
+    "distance > p.window_left || (OF_KEYS ? row : column) > last_key)",
+    "distance > p.window_left)",
+    "test_attention_backward_hopper.py::test_keys_past_the_last_do_not_overflow[False]",
 )
 CUDA.add(
     "a-query-ahead",
@@ -76,4 +79,79 @@ CUDA.add(
     "            warpgroup_wait_all(acc);\n            release.consumer_release();\n            store_row(c",
     "            release.consumer_release();\n            store_row(c",
     f"{GROUPED}[64-{{}}]",
+)
+CUDA.add("dq-added-out-of-turn", "while (value < before);", "while (value < 0);", SAME_BITS)
+CUDA.add(
+    "turn-passed-on-before-dq-is-there",
+    "                bulk_wait();\n                turns.pass_on();",
+    "                turns.pass_on();\n                bulk_wait();",
+    SAME_BITS,
+)
+CUDA.add(
+    "counters-of-the-call-before",
+    "i += i64{gridDim.x} * 256) counters[i] = 0;",
+    "i += i64{gridDim.x} * 256) {}",
+    SAME_BITS,
+)
+CUDA.add("first-part-of-dq-added-to-nothing", "if (before == 0)\n", "if (false)\n", *ONE_PASS)
+CUDA.add(
+    "turn-after-tiles-outside-of-the-window",
+    "const int before = tile.first / ROWS - first_key / ROWS;",
+    "const int before = tile.first / ROWS;",
+    ONE_PASS[1],
+)
+CUDA.add(
+    "ds-of-one-warpgroup-read-too-early",
+    '            asm volatile("bar.sync %0, %1;" ::"n"(1 + WARPGROUPS), "n"(WARPGROUPS * 128) : "memory");\n',
+    "",
+    *ONE_PASS,
+)
+CUDA.add(
+    "keys-of-another-sequence-in-dq",
+    "            zero_rows<ROWS, CHUNKS>(kept.tile(), tile.keys - tile.first, warpgroup);\n",
+    "",
+    OTHERS,
+)
+CUDA.add(
+    "values-of-another-sequence-in-dq",
+    "            zero_rows<ROWS, CHUNKS>(kept.tile() + KEPT_BYTES, tile.keys - tile.first, warpgroup);\n",
+    "",
+    OTHERS,
+)
+CUDA.add(
+    "sums-of-two-sequences-in-one-block",
+    "(packed ? tile.token_q / step + tile.number : 0)",
+    "(packed ? tile.token_q / step : 0)",
+    f"{BACKWARD}[packed-64-one_pass-128x64]",
+)
+CUDA.add(
+    "heads-of-a-group-mixed-up",
+    "int row = packed ? head : tile.sequence",
+    "int row = packed ? tile.head : tile.sequence",
+    f"{BACKWARD}[packed-64-one_pass-128x64]",
+)
+CUDA.add(
+    "last-group-of-heads-taken-for-full",
+    "in_turn = min(pairs - first_pair, p.pairs_per_group)",
+    "in_turn = p.pairs_per_group",
+    "test_attention_backward_hopper.py::test_groups_of_heads_follow_each_other[2]",
+)
+CUDA.add(
+    "dq-overwritten-before-it-is-copied",
+    "            if (at.count > 0) dq_empty[1 - at.count % 2].wait((at.count - 1) / 2);\n",
+    "",
+    SAME_BITS,
+    *ONE_PASS,
+)
+CUDA.add(
+    "a-group-between-eight-rows",
+    "using Tiles = GroupedTiles<A_MN ? 16 / sizeof(T) : 1>;",
+    "using Tiles = GroupedTiles<1>;",
+    case("grouped_matmul", "cuda.hopper", "m=40,n=24,k=64,experts=3,dtype=fp16,layout=transposed"),
+)
+CUDA.add(
+    "probabilities-of-a-query-that-saw-nothing",
+    "lse2[row] = saw_nothing ? -minus_infinity() : lse[row] * LOG2E;",
+    "lse2[row] = lse[row] * LOG2E;",
+    "test_attention_backward.py::test_a_query_whose_lse_says_that_it_saw_nothing_has_no_gradient[cuda.hopper]",
 )

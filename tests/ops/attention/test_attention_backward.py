@@ -42,6 +42,21 @@ def reference(op):
     return lambda *args, **kwargs: op.reference(*op.complete(args, kwargs))
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "cuda.hopper"])
+def test_a_query_whose_lse_says_that_it_saw_nothing_has_no_gradient(backend):
+    """Whatever keys it is said to see: its probabilities are zero, not infinite."""
+    given = drawn(m=20, n=64, dtype="fp16", causal=False, dlse=False)
+    given["lse"][:, :, 3] = -torch.inf
+    if why := policy.refusal(OP, backend, OP.call(OP.specs(OP.complete((), given)))):
+        pytest.skip(why)  # it needs a Hopper GPU, or the emulator
+    found = OP(**given, backend=backend)
+    floats = {name for name, x in given.items() if torch.is_tensor(x) and x.is_floating_point()}
+    right = OP.reference(**{name: x.double() if name in floats else x for name, x in given.items()})
+    assert (found[0][:, 3] == 0).all() and (found[0][:, 4] != 0).any()
+    for ours, exact in zip(found, right):
+        assert torch.allclose(ours.double(), exact, atol=2e-3, rtol=2e-3)
+
+
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("name", ["attention", "attention_lse"])
 @pytest.mark.parametrize(

@@ -153,6 +153,30 @@ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) 
     });
 }
 
+void bulk_store(unsigned char* to, uint32_t from, uint32_t bytes, bool adds) {
+    if (from % 16 || bytes % 16 || reinterpret_cast<std::uintptr_t>(to) % 16)
+        fail(where() + "addresses and size of a bulk copy must be multiples of 16 bytes");
+    open_group();
+    const std::shared_ptr<BulkGroup> group = current->bulk_groups.back();
+    ++group->reads, ++group->writes;
+    const unsigned char* const source = pointer_to(from, bytes);
+    later(*current->block, [=] {
+        std::vector<unsigned char> held(source, source + bytes);
+        --group->reads;
+        wake(group.get());
+        later([=, held = std::move(held)] {
+            for (uint32_t i = 0; i < bytes; i += 4) {
+                float value, before;
+                std::memcpy(&value, &held[i], 4), std::memcpy(&before, to + i, 4);
+                if (adds) value += before;
+                std::memcpy(to + i, &value, 4);
+            }
+            --group->writes;
+            wake(group.get());
+        });
+    });
+}
+
 // cp.async: the copies of a thread complete in order.
 
 namespace {

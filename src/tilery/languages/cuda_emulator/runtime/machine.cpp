@@ -20,6 +20,7 @@ namespace {
 constexpr unsigned SOON = 8, LATE = 4096;
 
 constexpr std::size_t STACK = 512 * 1024;
+constexpr int MOST_FRUITLESS = 100000;  // far more than blocks that poll
 unsigned patience = SOON;
 constexpr unsigned char POISON = 0xff;  // NaN in every floating-point type
 
@@ -28,7 +29,7 @@ struct Launch {
     void** args;
 };
 Launch launch;
-std::vector<Thread*> ready;
+std::vector<Thread*> ready, polling;
 std::unordered_map<const void*, std::vector<Thread*>> waiting;
 std::vector<std::function<void()>> operations;
 std::vector<std::unique_ptr<Cluster>> resident;
@@ -37,6 +38,7 @@ std::vector<unsigned char*> free_shared;
 std::jmp_buf scheduler, failed;
 std::string error;
 uint64_t steps = 0;
+int fruitless = 0;  // turns in a row in which threads polled, and nothing else happened
 void* entering = nullptr;
 
 void* take_stack() {
@@ -85,6 +87,7 @@ void switch_to(Thread* thread) {
 }
 
 void start_cluster(int first_block, int cluster_size) {
+    fruitless = 0;
     auto cluster = std::make_unique<Cluster>();
     for (int rank = 0; rank < cluster_size; ++rank) {
         auto block = std::make_unique<Block>();
@@ -163,19 +166,22 @@ std::string deadlock() {
 }
 
 void take_step() {
-    if (!operations.empty() && (ready.empty() || randomness() % patience == 0)) {
+    const bool operates = ready.empty() ? polling.empty() || randomness() % 2 : randomness() % patience == 0;
+    if (!operations.empty() && operates) {
         const std::size_t i = randomness() % operations.size();
         const auto operation = std::move(operations[i]);
         operations[i] = std::move(operations.back());
         operations.pop_back();
+        fruitless = 0;
         operation();
         return;
     }
-    if (ready.empty()) fail(deadlock());
-    const std::size_t i = randomness() % ready.size();
-    Thread* const thread = ready[i];
-    ready[i] = ready.back();
-    ready.pop_back();
+    if (ready.empty() && polling.empty()) fail(deadlock());
+    std::vector<Thread*>& from = ready.empty() || (!polling.empty() && randomness() % 8 == 0) ? polling : ready;
+    const std::size_t i = randomness() % from.size();
+    Thread* const thread = from[i];
+    from[i] = from.back();
+    from.pop_back();
     ++steps;
     switch_to(thread);
 }
@@ -190,7 +196,7 @@ void release(const Cluster& cluster) {
 
 void clear() {
     for (const auto& cluster : resident) release(*cluster);
-    resident.clear(), ready.clear(), waiting.clear(), operations.clear();
+    resident.clear(), ready.clear(), polling.clear(), waiting.clear(), operations.clear();
 }
 
 }  // namespace
@@ -214,7 +220,16 @@ void wait_on(const void* key, const char* what) {
     if (!setjmp(thread->registers)) std::longjmp(scheduler, 1);
 }
 
+void poll(const void* key, const char* what) {
+    Thread* const thread = current;
+    thread->waits_on = key, thread->waits_for = what;
+    if (++fruitless > MOST_FRUITLESS) fail(deadlock());
+    polling.push_back(thread);
+    if (!setjmp(thread->registers)) std::longjmp(scheduler, 1);
+}
+
 void wake(const void* key) {
+    fruitless = 0;
     const auto found = waiting.find(key);
     if (found == waiting.end()) return;
     ready.insert(ready.end(), found->second.begin(), found->second.end());

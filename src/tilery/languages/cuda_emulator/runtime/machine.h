@@ -109,6 +109,9 @@ extern std::size_t shared_size;  // dynamic bytes of each block
 // Waiting. `key` is any address; a thread that is woken looks again at what it waits for.
 void wait_on(const void* key, const char* what);
 void wake(const void* key);
+// Lets the others go on before the thread looks again at memory that they may write to. Where nothing has happened for very
+// many turns, threads wait for each other.
+void poll(const void* key, const char* what);
 // Runs an operation at some later time.
 void later(std::function<void()> operation);
 // The same, of one that uses the shared memory of a block, which must not end before.
@@ -146,6 +149,7 @@ struct CopyRequest {
 void tma_load(const CopyRequest& request);
 void tma_store(const CopyRequest& request);
 void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
+void bulk_store(unsigned char* to, uint32_t from, uint32_t bytes, bool adds);  // adds: of fp32
 void bulk_commit();
 void bulk_wait(int pending, bool reads_only);
 void copy_async(uint32_t to, const void* from, int bytes, int from_bytes);

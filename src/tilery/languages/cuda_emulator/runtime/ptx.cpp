@@ -108,6 +108,7 @@ void load(const Instruction& i, State& s) {  // ld.acquire.gpu.global.u32 value,
     const std::size_t count = static_cast<std::size_t>(vector_of(i)), width = width_of(i);
     const unsigned char* const from = i.has(".shared") ? pointer_to(get32(i, s, count), count * width) : get_pointer(i, s, count);
     if (reinterpret_cast<std::uintptr_t>(from) % (count * width)) fail(where() + i.mnemonic + " from a misaligned address");
+    if (i.has(".acquire")) poll(from, "ld.acquire");
     for (std::size_t v = 0; v < count; ++v) {
         uint64_t value = 0;
         std::memcpy(&value, from + v * width, width);
@@ -174,6 +175,10 @@ void tensor_copy(const Instruction& i, State& s) {
 }
 void bulk_copy(const Instruction& i, State& s) {
     bulk_load(get32(i, s, 0), get_pointer(i, s, 1), get32(i, s, 2), get32(i, s, 3));
+}
+void bulk_copy_out(const Instruction& i, State& s) {  // [address], [shared], bytes
+    if (i.has(".reduce") && !i.has(".add.f32")) fail(where() + i.mnemonic + " is not emulated");
+    bulk_store(get_pointer(i, s, 0), get32(i, s, 1), get32(i, s, 2), i.has(".reduce"));
 }
 void commit_bulk(const Instruction&, State&) { bulk_commit(); }
 void wait_bulk(const Instruction& i, State& s) { bulk_wait(static_cast<int>(get32(i, s, 0)), i.has(".read")); }
@@ -323,6 +328,7 @@ const std::pair<const char*, Action> ACTIONS[] = {
     {"barrier.cluster.arrive", arrive_at_cluster}, {"barrier.cluster.wait", wait_for_cluster},
     {"cp.async.bulk.tensor.", tensor_copy}, {"cp.async.bulk.commit_group", commit_bulk},
     {"cp.async.bulk.wait_group", wait_bulk}, {"cp.async.bulk.shared", bulk_copy},
+    {"cp.async.bulk.global", bulk_copy_out}, {"cp.reduce.async.bulk.global", bulk_copy_out},
     {"cp.async.mbarrier.arrive", arrive_after_copies}, {"cp.async.commit_group", commit_copies},
     {"cp.async.wait_group", wait_copies}, {"cp.async.c", async_copy},
     {"wgmma.mma_async", warpgroup_mma}, {"wgmma.commit_group", commit_wgmma}, {"wgmma.wait_group", wait_wgmma},
