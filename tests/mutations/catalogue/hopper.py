@@ -54,7 +54,13 @@ HOPPER.add(
 )
 HOPPER.add(
     "power-not-thought-of",
-    "return flops > _LONG and tiles >=",
-    "return flops < _LONG and tiles >=",
+    "_MANY_ROWS and flops > _LONG and tiles >=",
+    "_MANY_ROWS and flops < _LONG and tiles >=",
+    "test_matmul_hopper.py::test_large_products_get_the_tiles_that_need_the_least_power",
+)
+HOPPER.add(
+    "power-thought-of-with-few-rows",
+    "return self.m >= _MANY_ROWS and flops > _LONG",
+    "return flops > _LONG",
     "test_matmul_hopper.py::test_large_products_get_the_tiles_that_need_the_least_power",
 )
