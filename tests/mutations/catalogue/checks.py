@@ -95,3 +95,9 @@ CHECK.add(
     "wide = [a.float() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]",
     "test_check_limits.py::test_the_reference_is_computed_in_float64",
 )
+CHECK.add(
+    "rows-of-large-terms-judged-by-all",
+    "squares.mean(-1, keepdim=True).sqrt_().clamp_(min=least)",
+    "squares.mean(-1, keepdim=True).sqrt_().clamp_(min=least, max=least or None)",
+    "test_check.py::test_where_rows_cancel_each_is_judged_by_all_or_by_itself_if_that_is_more",
+)

@@ -286,3 +286,15 @@ BIND.add(
     "fields += [head]",
     "test_cuda_signature.py::test_structs_are_laid_out_as_c_lays_them_out",
 )
+DISPATCH.add(
+    "vendor-adds-in-16-bits",
+    'return adds_refusal(call.a.dtype, "c") or span_refusal(a=call.a, b=call.b, c=call.addend)',
+    "return span_refusal(a=call.a, b=call.b, c=call.addend)",
+    "test_vendor.py::test_a_residual_in_16_bits_is_refused",
+)
+DISPATCH.add(
+    "vendor-takes-rows-far-apart",
+    "if matrix_span > max(_MOST, math.prod(x.shape[-2:])):",
+    "if matrix_span > 2 * _MOST:",
+    "test_vendor.py::test_rows_too_far_apart_for_cublas_are_refused",
+)

@@ -360,3 +360,9 @@ INFER.add(
     "",
     "test_infer.py::test_a_patch_that_computes_something_else_shows",
 )
+FORWARDS.add(
+    "transposed-angles-taken-as-they-lie",
+    "cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (cos, sin))\n",
+    "\n",
+    "test_patch.py::test_tables_of_angles_that_are_transposed",
+)
