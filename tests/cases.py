@@ -29,7 +29,7 @@ def plain_case(op, dtype="fp32", kernel=None):
         params = case.params
         odd = params.get("layout", "contiguous") != "contiguous" or params.get("special", "none") != "none"
         empty = any(value == 0 for name, value in params.items() if name in ("m", "n", "k"))
-        found = params.get("out", params.get("dtype", dtype))
+        found = params.get("out", params.get("dtype", first))
         if found == first and not odd and not empty and kernel not in case.refused_by:
             return case
     if others:

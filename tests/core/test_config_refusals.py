@@ -19,7 +19,7 @@ def test_sizes_below_one_and_odd_warps_are_refused(op, name):
     if why := languages.missing(name):
         pytest.skip(why)
     with pretend(KNOWN["h200"]):
-        call = call_for(op, plain_case(op, "fp16", name), "cpu" if name == "numba" else "cuda:0")
+        call = call_for(op, plain_case(op, ("fp16", "fp32"), name), "cpu" if name == "numba" else "cuda:0")
         kernel = op.kernel(name)
         default = kernel.default(call)
         assert policy.problem_refusal(op, name, call, default) is None
