@@ -313,6 +313,22 @@ def test_several_kernels_run_in_one_process_and_a_finding_is_still_its_own(fake,
     assert {row["op"] for row in found if row["status"] == "clean"} == set(names) - bad
 
 
+def test_an_interrupt_prints_what_was_examined(fake, monkeypatch):
+    real, calls = sanitize.examined, []
+
+    def examined(program, batch, asked):
+        calls.append(batch)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return real(program, batch, asked)
+
+    monkeypatch.setattr(sanitize, "examined", examined)
+    words = ("softmax", "--backend", "triton", "--jobs", "1", "--tool", "memcheck,synccheck", "--cases", "2", "--json")
+    done = CliRunner().invoke(app, ["sanitize", *words])
+    assert done.exit_code == 130 and "examined 1 of 2 batches" in done.stderr
+    assert {(row["tool"], row["status"]) for row in json.loads(done.stdout)["rows"]} == {(calls[0].tool, "clean")}
+
+
 def test_an_exit_code_alone_is_a_finding(fake):
     fake(only={"dtype": "bf16"}, code=86)
     bad = [r for r in run_json("softmax", "--backend", "triton", code=1) if r["status"] == "finding"]

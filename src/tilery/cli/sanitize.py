@@ -43,13 +43,19 @@ def sanitize(
     workers = jobs or min(8, max(1, (os.cpu_count() or 2) // 2))
     asked = workbench.Asked(_tools(tool), backend, _number_of_cases(cases), workers, timeout)
     found: list[Row] = []
+    examined, interrupted = "nothing was examined", False
     with common.progress() as (say, count):
 
         def progress(done: int, total: int) -> None:
-            say(f"examined {done} of {total} batches of kernels")
+            nonlocal examined
+            examined = f"examined {done} of {total} batches of kernels"
+            say(examined)
             count(total)
 
-        found += workbench.rows(chosen, asked, progress)
+        try:
+            found += workbench.rows(chosen, asked, progress)  # row by row: an interrupt leaves those that came
+        except KeyboardInterrupt:
+            interrupted = True
     found.sort(key=lambda row: (row.op, row.kernel, workbench.TOOLS.index(row.tool)))
     verdict = workbench.verdict(found)
     if json:
@@ -57,6 +63,8 @@ def sanitize(
         print(json_module.dumps({"schema": SCHEMA, "machine": machine(), "rows": rows, "verdict": verdict}))
     else:
         _print(found, verdict)
+    if interrupted:
+        raise KeyboardInterrupt(f"{examined}, whose rows are printed")
     raise typer.Exit(1 if workbench.bad(found) else 0)
 
 
