@@ -14,6 +14,7 @@ import plant
 import tilery.ops
 from cases import plain_case, size
 from compilers import most_spills
+from machine_code import unset_registers
 from tilery import languages
 from tilery.base.errors import Wrong
 from tilery.base.spec import TensorSpec, case
@@ -94,6 +95,7 @@ def test_builds_for_every_claimed_architecture(op, kernel, arch, compiler, recor
         with device.pretend(arch):
             assert 0 <= artifact.shared <= device.gpu(torch.device("cuda", 0)).shared_per_block
         assert waits_first(artifact.code.get("ptx", "")) or (op.name, kernel) in LOADS_AHEAD
+        assert not unset_by_compiler(artifact)
         record_property("resources", (f"{op.name} {kernel} {dtype} {arch}", resources(artifact)))
     assert made, f"{op.name} {kernel} takes no case on {arch}"
 
@@ -103,6 +105,30 @@ def test_builds_with_triton_36(op, kernel, compiler_36, record_property):
     for dtype, artifact in compiled_per_dtype(op, kernel, "sm_90", compiler_36, every=True).items():
         record_property("resources", (f"{op.name} {kernel} {dtype} sm_90 triton-3.6.0", resources(artifact)))
         assert 0 < artifact.registers <= 255
+        assert not unset_by_compiler(artifact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "kernel"), [p for p in KERNELS if p.values[1].partition(".")[0] in ("triton", "gluon")])
+def test_no_config_reads_what_its_compiler_left_unset(op, kernel, compiler_36):
+    """Every config of every case that comes to tensor cores, as Triton 3.6 compiles it."""
+    for c in op.cases["test"]:
+        specs = known_specs(op.name, str(c), "cuda:0")
+        with device.pretend("sm_90"):
+            call, made = op.call(specs), op.kernel(kernel)
+            if 0 in (x for s in op.output_specs(call) for x in s.shape) or policy.problem_refusal(op, kernel, call):
+                continue
+            configs = dict.fromkeys([made.default(call), *made.configs(call)])
+        for config in configs:
+            artifact = compiler_36.compile(op.name, kernel, specs, "sm_90", config)
+            if "wgmma" not in artifact.code["ptx"]:
+                break  # nor do its other configs
+            assert not unset_registers(artifact.cubin), (str(c), config)
+
+
+def unset_by_compiler(artifact):
+    """What wgmma multiplies is named by uniform registers, which ptxas 12.8 forgets to set in some kernels."""
+    return unset_registers(artifact.cubin) if "wgmma" in artifact.code.get("ptx", "wgmma") else {}
 
 
 def waits_first(ptx):

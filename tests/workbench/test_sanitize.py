@@ -329,6 +329,38 @@ def test_an_interrupt_prints_what_was_examined(fake, monkeypatch):
     assert {(row["tool"], row["status"]) for row in json.loads(done.stdout)["rows"]} == {(calls[0].tool, "clean")}
 
 
+def test_nothing_is_started_after_an_interrupt(fake, monkeypatch, tmp_path):
+    """A child that was ended is no reason to examine its cases one by one."""
+    real, calls = sanitize.watched, []
+    sleeper = tmp_path / "sleeper"
+    sleeper.write_text("#!/bin/sh\nexec sleep 600\n")
+    sleeper.chmod(0o755)
+
+    def watched(program, batch, asked):
+        calls.append(batch)
+        return real(sleeper if batch.tool == "synccheck" else program, batch, asked)
+
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sanitize, "watched", watched)
+    asked = sanitize.Asked(("memcheck", "synccheck"), ("triton",), jobs=2)
+    with pytest.raises(KeyboardInterrupt):
+        list(sanitize.rows([REGISTRY["softmax"]], asked, interrupt))
+    assert len(calls) <= 2 and not sanitize._alive
+    (row,) = sanitize.examined(sanitize.sanitizer(), batch(), asked)  # the next one is not stopped
+    assert row.status == "clean"
+
+
+def test_a_kernel_that_a_tool_cannot_examine_is_not_run(fake):
+    tools = ("--tool", "memcheck,synccheck", "--cases", "1")
+    rows = run_json("grouped_matmul", "--backend", "cutile", *tools)
+    found = {row["tool"]: row for row in rows}
+    assert found["memcheck"]["status"] == "tool" and "descriptors" in found["memcheck"]["reason"]
+    assert found["synccheck"]["status"] == "clean" and found["synccheck"]["case"]
+    assert "the tool's own: its slices" in " ".join(run("grouped_matmul", "--backend", "cutile", *tools).split())
+
+
 def test_an_exit_code_alone_is_a_finding(fake):
     fake(only={"dtype": "bf16"}, code=86)
     bad = [r for r in run_json("softmax", "--backend", "triton", code=1) if r["status"] == "finding"]

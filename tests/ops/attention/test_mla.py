@@ -1,10 +1,13 @@
 """MLA: what conformance does not ask of mla and mla_decode."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import tilery
 from compilers import most_spills
+from machine_code import unset_registers
 from tilery import languages
 from tilery.base.errors import BadInput, NoBackward
 from tilery.base.spec import case
@@ -52,6 +55,26 @@ def alone(args, s, blocks=None):
     own = slice(s, s + 1)
     table = None if table is None else table[own, :blocks].contiguous()
     return q[own], q_rope[own], cache if table is not None else cache[own], lengths[own], table, scale
+
+
+# mla
+
+
+def test_values_of_16_are_not_multiplied_by_what_ptxas_128_left_unset(compiler_36):
+    """Keys and values at odd addresses: a call that the fuzzer drew gave wrong rows and illegal accesses on an H200."""
+    specs = specs_for(mla, case(m=70, heads=1, nope=32, rope=16, value=16, dtype="fp16"))
+    odd = {"k": 35, "v": 19}  # elements from token to token
+    specs = tuple(
+        x._replace(strides=(70 * odd[name], odd[name], odd[name], 1), aligned=False) if name in odd else x
+        for name, x in zip(mla.names, specs)
+    )
+    with device.pretend("sm_90"):
+        call, kernel = mla.call(specs), mla.kernel("triton")
+        configs, wide = [kernel.default(call), *kernel.configs(call)], replace(kernel.default(call), block_n=64)
+        assert "ptxas" in kernel.refusal(call, wide)
+    for config in configs:
+        assert not unset_registers(compiler_36.compile("mla", "triton", specs, "sm_90", config).cubin), config
+    assert unset_registers(compiler_36.compile("mla", "triton", specs, "sm_90", wide).cubin), "why it is refused"
 
 
 # mla_decode

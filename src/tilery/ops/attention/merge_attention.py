@@ -16,6 +16,7 @@ from tilery.ops.rope.heads import check_heads
 
 _ALLOWED = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 _LARGEST = 1024  # values of a head
+_LONG_SUM = 256  # values, from which on a sum in fp32 is allowed more
 _KINDS = tuple(map(dtype_name, _ALLOWED))
 
 
@@ -100,6 +101,11 @@ def backward_cost(call: MergeCall) -> Cost:
     given = call.outs, call.lses, call.dout, call.dlse, call.result, call.lse
     read = sum(x.nbytes for x in given if x is not None)
     return Cost((3 * parts + 2) * rows * call.value_dim, read, call.outs.nbytes + call.lses.nbytes)
+
+
+def backward_allowed(call: MergeCall) -> dict[torch.dtype, float]:
+    """dlses are differences of two sums over a head's values: heads of 1000 were off by 1.1e-6 of their rms."""
+    return _ALLOWED | {torch.float32: _ALLOWED[torch.float32] * max(1.0, call.value_dim / _LONG_SUM)}
 
 
 def bucket(call: MergeCall) -> Bucket:
@@ -247,7 +253,7 @@ def _by_row(lses: Tensor, layout: str) -> Tensor:
 
 @op(
     check=check_backward, outputs=backward_outputs, cost=backward_cost, bucket=backward_bucket,
-    inputs=backward_inputs, allowed=_ALLOWED, call_type=MergeCall, rows_cancel=True,
+    inputs=backward_inputs, allowed=backward_allowed, call_type=MergeCall, rows_cancel=True,
     kernels={
         "numba": "tilery.ops.attention.numba.merge:merge_attention_backward",
         "triton": "tilery.ops.attention.triton.merge:merge_attention_backward",

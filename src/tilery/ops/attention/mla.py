@@ -158,6 +158,7 @@ _V3: dict[str, Any] = {"heads": 16, "nope": 128, "rope": 64, "value": 128, "dtyp
             case(m=20, heads=2, dtype="fp32", scale=-0.2, **_SMALL),
             case(m=40, heads=2, dtype="fp16", layout="padded", batch=2, **_SMALL),
             case(m=40, heads=2, dtype="bf16", layout="misaligned", **_SMALL),
+            case(m=70, heads=1, nope=32, rope=16, value=16, dtype="fp16", layout="misaligned"),
             case(m=3, heads=2, dtype="fp16", layout="far", **_SMALL),
             case(m=20, heads=2, dtype="fp32", causal=False, special="nan", **_SMALL),
             case(m=20, heads=2, dtype="fp16", causal=False, special="inf", **_SMALL),

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from tilery.hardware import toolkit
 from tilery.measure.place import place, timed_kernels
 from tilery.workbench.sanitize import report as sanitize_report
 from tilery.workbench.sanitize.cases import TOOLS, chosen_cases
-from tilery.workbench.sanitize.report import Report, expects_findings, known_reason
+from tilery.workbench.sanitize.report import Report, expects_findings, known_reason, unfit_reason
 
 _KERNELS = 4  # of one child: more would keep the last child busy alone
 _FOUND = 86  # the exit code we ask for where the tool found something
@@ -158,6 +159,8 @@ def watched(program: Path, batch: Batch, asked: Asked) -> Outcome:
             )  # fmt: skip
             code: int | None = None
             _alive.add(process)
+            if _stopped.is_set():
+                _end(process)
             try:
                 code = process.wait(asked.timeout_s)
             except subprocess.TimeoutExpired:
@@ -171,6 +174,7 @@ def watched(program: Path, batch: Batch, asked: Asked) -> Outcome:
 
 
 _alive: set["subprocess.Popen[bytes]"] = set()
+_stopped = threading.Event()  # no child is started any more
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -255,8 +259,12 @@ def _label(batch: Batch) -> tuple[str, str, str]:
 
 
 def examined(program: Path, batch: Batch, asked: Asked) -> list[Row]:
-    """The rows of a batch, where needed from a child for each kernel or case."""
+    """The rows of a batch, where needed from a child for each kernel or case; none once all is stopped."""
+    if _stopped.is_set():
+        return []
     outcome = watched(program, batch, asked)
+    if _stopped.is_set():
+        return []
     if (rows := judged(batch, outcome)) is not None:
         return rows
     rows = [row for part in batch.split() for row in examined(program, part, asked)]
@@ -267,9 +275,9 @@ def examined(program: Path, batch: Batch, asked: Asked) -> list[Row]:
 
 
 def batches(ops: Sequence[Op], asked: Asked) -> tuple[list[Batch], list[Row]]:
-    """What is to run, tool by tool and most cases first; and rows for what cannot run here."""
+    """What is to run, tool by tool and most cases first; and rows for what cannot run here, or not under that tool."""
     found: dict[str, list[list[Run]]] = {tool: [] for tool in asked.tools}  # a list of runs per kernel
-    skipped: list[Row] = []
+    others: list[Row] = []
     for op in ops:
         for kernel in timed_kernels(op, asked.backends):  # a library's code is not ours to mend
             where = place(op, kernel)
@@ -277,15 +285,17 @@ def batches(ops: Sequence[Op], asked: Asked) -> tuple[list[Batch], list[Row]]:
                 on_cpu = where.device is not None
                 if not on_cpu or asked.backends:
                     why = "it runs on the CPU" if on_cpu else where.reason
-                    skipped += [Row(op.name, kernel, "", tool, "skipped", why) for tool in asked.tools]
+                    others += [Row(op.name, kernel, "", tool, "skipped", why) for tool in asked.tools]
                 continue
             for tool in asked.tools:
-                if cases := chosen_cases(op, kernel, tool, asked.cases):
+                if reason := unfit_reason(tool, op.name, kernel):
+                    others.append(Row(op.name, kernel, "", tool, "tool", "it was not run", reason=reason))
+                elif cases := chosen_cases(op, kernel, tool, asked.cases):
                     found[tool].append([Run(op.name, kernel, case) for case in cases])
                 else:
-                    skipped.append(Row(op.name, kernel, "", tool, "skipped", "it takes none of the op's cases"))
+                    others.append(Row(op.name, kernel, "", tool, "skipped", "it takes none of the op's cases"))
     made = [batch for tool in TOOLS if tool in found for batch in _together(tool, found[tool])]
-    return made, skipped
+    return made, others
 
 
 def _together(tool: str, kernels: list[list[Run]]) -> list[Batch]:
@@ -301,17 +311,19 @@ def rows(ops: Sequence[Op], asked: Asked, progress: Callable[[int, int], None] =
     """Every row, batch by batch as they end; `progress` is told how many of how many batches are done."""
     require_gpu()
     program = sanitizer()
-    waiting, skipped = batches(ops, asked)
-    yield from skipped
-    with ThreadPoolExecutor(asked.jobs) as pool:
+    waiting, others = batches(ops, asked)
+    yield from others
+    pool = ThreadPoolExecutor(asked.jobs)
+    try:
         running = [pool.submit(examined, program, batch, asked) for batch in waiting]
-        try:
-            for count, future in enumerate(as_completed(running), 1):
-                yield from future.result()
-                progress(count, len(waiting))
-        finally:  # after an error or an interrupt nothing goes on behind the user's back
-            pool.shutdown(wait=False, cancel_futures=True)
-            kill_all()
+        for count, future in enumerate(as_completed(running), 1):
+            yield from future.result()
+            progress(count, len(waiting))
+    finally:  # after an error or an interrupt nothing goes on behind the user's back
+        _stopped.set()
+        kill_all()
+        pool.shutdown(cancel_futures=True)
+        _stopped.clear()
 
 
 def bad(found: Sequence[Row]) -> list[Row]:

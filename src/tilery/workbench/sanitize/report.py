@@ -97,6 +97,31 @@ KNOWN = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Unfit:
+    """A kernel that a tool cannot run to a verdict; the patterns must both be found."""
+
+    reason: str
+    tool: str
+    kernel: str  # "op kernel"
+
+
+UNFIT = (
+    Unfit(
+        "its slices are of sizes that the device alone knows, so cuTile's compiler makes their TMA descriptors on the "
+        "device, in memory that the driver keeps. memcheck does not know that memory, reports the writes and drops "
+        "them: what the kernel stores then goes anywhere, or it never ends",
+        tool="memcheck", kernel=r"^grouped_matmul cutile$",
+    ),
+)  # fmt: skip
+
+
+def unfit_reason(tool: str, op: str, kernel: str) -> str | None:
+    """Why the tool cannot examine this kernel; None if it can."""
+    found = (u.reason for u in UNFIT if u.tool == tool and re.search(u.kernel, f"{op} {kernel}"))
+    return next(found, None)
+
+
 def known_reason(tool: str, op: str, kernel: str, finding: Finding) -> str | None:
     """Why a finding is the tool's own; None if it is the kernel's."""
     return next((known.reason for known in KNOWN if known.covers(tool, op, kernel, finding)), None)

@@ -17,6 +17,11 @@ from tilery.ops.attention.triton.softmax import LOG2E, finish_softmax, key_range
 from tilery.ops.attention.triton.tiles import CuSeqlens, Tiles, fill_rows, load_rows, packed_span, scheduled
 
 
+# A wgmma for every 16 keys, whose descriptors ptxas 12.8 adds to a register that it never sets where there are more
+# than two and K and V lie at one place in shared memory, as they do where cp.async cannot load them. 13.0 does not.
+_KEYS_OF_16_VALUES = 32
+
+
 class SharedStrides(NamedTuple):
     """Strides of a tensor with one head for all."""
 
@@ -146,6 +151,11 @@ class Mla(Kernel):
             return why
         if config.tma and (why := tiles.tma_refusal(call, "keys and values", call.k, call.k_rope, call.v)):
             return why
+        if call.value_dim == 16 and config.block_n > _KEYS_OF_16_VALUES and not config.tma:
+            return (
+                f"block_n must be at most {_KEYS_OF_16_VALUES} where values have 16 columns and come by pointers: of "
+                f"more, ptxas 12.8, which Triton brings, makes code that reads V from anywhere; got {config}"
+            )
         streamed = config.num_stages * config.block_n * (call.head_dim + call.value_dim)
         need = (config.block_m * call.head_dim + streamed) * call.q.dtype.itemsize
         return tiles.shared_refusal(call.q, config, need)
@@ -155,7 +165,8 @@ class Mla(Kernel):
             return Tiles(16, 16, 4, 1)
         found = [Tiles(128, 32, 8, 2), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 1)]
         if gpu(call.q.device).number == HOPPER:  # others were not measured
-            found = [Tiles(128, 128, 8, 2, tma=True), Tiles(128, 64, 8, 3)]  # 128 keys by pointers spill registers
+            # 128 keys by pointers spill registers
+            found = [Tiles(128, 128, 8, 2, tma=True), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2)]
         return next(c for c in found if self.refusal(call, c) is None)
 
     def configs(self, call: MlaCall) -> list[Tiles]:
