@@ -1,4 +1,4 @@
-"""Uniform registers that machine code reads and nothing has written: ptxas 12.8, which Triton brings, makes such code."""
+"""Uniform registers that machine code reads and nothing set: ptxas 12.8, which Triton brings, makes such code."""
 
 import re
 from typing import NamedTuple

@@ -344,7 +344,7 @@ def test_nothing_is_started_after_an_interrupt(fake, monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sanitize, "watched", watched)
-    asked = sanitize.Asked(("memcheck", "synccheck"), ("triton",), jobs=2)
+    asked = sanitize.Asked(("memcheck", "synccheck"), ("triton",), jobs=2, timeout_s=5)
     with pytest.raises(KeyboardInterrupt):
         list(sanitize.rows([REGISTRY["softmax"]], asked, interrupt))
     assert len(calls) <= 2 and not sanitize._alive

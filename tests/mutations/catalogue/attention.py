@@ -364,3 +364,9 @@ SCORED.add(
     "any(x is not None and x.requires_grad for x in (q, k, v))",
     "test_huggingface.py::test_sinks_alone_may_be_trained",
 )
+TRITON.add(
+    "mla-takes-tiles-that-ptxas-128-miscompiles",
+    "if call.value_dim == 16 and config.block_n > _KEYS_OF_16_VALUES and not config.tma:",
+    "if False:",
+    "test_mla.py::test_values_of_16_are_not_multiplied_by_what_ptxas_128_left_unset",
+)

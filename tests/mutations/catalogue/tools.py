@@ -2,7 +2,13 @@
 
 from mutations.mutation import Layer
 
-MODELS, CLI, PATCH, LADDER = LAYERS = Layer("models"), Layer("command line"), Layer("patch"), Layer("ladder")
+MODELS, CLI, PATCH, LADDER, SANITIZE = LAYERS = (
+    Layer("models"),
+    Layer("command line"),
+    Layer("patch"),
+    Layer("ladder"),
+    Layer("sanitize"),
+)
 
 MODELS.add(
     "ranks-ignored",
@@ -177,4 +183,29 @@ LADDER.add(
     "    row.error, row.max_diff = found.error, found.largest\n    if why is not None:",
     '    row.error, row.max_diff = found.error, found.largest\n    if why == "":',
     "test_ladder.py::test_rows_are_checked_timed_and_held_against_torch",
+)
+SANITIZE.add(
+    "children-start-after-an-interrupt",
+    "        _stopped.set()\n        kill_all()",
+    "        kill_all()",
+    "test_sanitize.py::test_nothing_is_started_after_an_interrupt",
+)
+SANITIZE.add(
+    "stopped-for-good",
+    "        pool.shutdown(cancel_futures=True)\n        _stopped.clear()",
+    "        pool.shutdown(cancel_futures=True)",
+    "test_sanitize.py::test_nothing_is_started_after_an_interrupt",
+)
+SANITIZE.add(
+    "interrupt-loses-its-rows",
+    "        except KeyboardInterrupt:\n            interrupted = True",
+    "        except KeyboardInterrupt:\n            raise",
+    "test_sanitize.py::test_an_interrupt_prints_what_was_examined",
+    inside="sanitize",
+)
+SANITIZE.add(
+    "run-though-the-tool-cannot-examine-it",
+    "if reason := unfit_reason(tool, op.name, kernel):",
+    "if reason := None:",
+    "test_sanitize.py::test_a_kernel_that_a_tool_cannot_examine_is_not_run",
 )

@@ -16,7 +16,6 @@ from tilery.ops.attention.triton import tiles
 from tilery.ops.attention.triton.softmax import LOG2E, finish_softmax, key_range, online_softmax, visible
 from tilery.ops.attention.triton.tiles import CuSeqlens, Tiles, fill_rows, load_rows, packed_span, scheduled
 
-
 # A wgmma for every 16 keys, whose descriptors ptxas 12.8 adds to a register that it never sets where there are more
 # than two and K and V lie at one place in shared memory, as they do where cp.async cannot load them. 13.0 does not.
 _KEYS_OF_16_VALUES = 32
