@@ -85,12 +85,13 @@ def model_sizes(model: "Model") -> list[dict[str, int]]:
         "numba": "tilery.ops.matmul.numba.batched:bmm",
         "cuda.hopper": "tilery.ops.matmul.cuda.hopper:gemm",
         "triton": "tilery.ops.matmul.triton.batched:bmm",
+        "cuda.gemv": "tilery.ops.matmul.cuda.gemv:gemv",
         "cutile": "tilery.ops.matmul.cutile.batched:bmm",
         "vendor": "vendor_kernels:bmm",
     },
     baselines=baselines(torch=torch.bmm, compile=Compiled(torch.bmm)), model_sizes=model_sizes,
     backward=_backward,
-    cases={
+    cases=contract.with_gemv(("transposed",), "contiguous", {
         "test": [
             case(batch=2, m=128, n=136, k=72, dtype="fp16"),
             case(batch=3, m=65, n=33, k=97, dtype="fp32", refused_by=TF32),  # odd tails on every side
@@ -98,6 +99,7 @@ def model_sizes(model: "Model") -> list[dict[str, int]]:
             case(batch=2, m=65, n=33, k=97, dtype="bf16", layout_b="transposed"),
             case(batch=3, m=896, n=64, k=8, dtype="bf16"),  # tiles of 128 rows that do not pair off
             case(batch=5, m=1, n=40, k=64, dtype="bf16", layout_b="transposed"),  # one row each
+            case(batch=3, m=7, n=35, k=520, dtype="fp16", layout_b="transposed"),  # a few
             case(batch=1, m=20, n=24, k=64, dtype="fp16"),
             case(batch=1, m=1, n=33, k=64, dtype="fp16"),  # a single row that does not end on 16 bytes
             case(batch=2, m=1, n=1, k=1, dtype="fp32", refused_by=TF32),
@@ -108,7 +110,7 @@ def model_sizes(model: "Model") -> list[dict[str, int]]:
             case(batch=2, m=40, n=48, k=64, dtype="fp16", layout="transposed", layout_b="transposed"),
             case(batch=2, m=33, n=48, k=64, dtype="fp16", layout="padded", layout_b="padded"),
             case(batch=2, m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_b="misaligned"),
-            case(batch=2, m=3, n=32, k=64, dtype="fp16", layout="far"),  # more than 2**31 elements from first to last
+            case(batch=2, m=3, n=32, k=64, dtype="fp16", layout="far"),  # more than 2**31 elements
             case(batch=3, m=20, n=32, k=34, dtype="fp16", layout_b="far"),
             case(batch=2, m=32, n=40, k=64, dtype="fp32", special="nan", refused_by=TF32),
             case(batch=2, m=32, n=40, k=64, dtype="fp16", special="inf"),
@@ -122,7 +124,7 @@ def model_sizes(model: "Model") -> list[dict[str, int]]:
             case(batch=8, m=256, n=256, k=256, dtype="fp32"),
             case(batch=32, m=4, n=512, k=128, dtype="bf16"),
         ],
-    },
+    }),
 )  # fmt: skip
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     """Matrix products: c[i] = a[i] · b[i]; a [B, M, K], b [B, K, N], c [B, M, N]; layouts as matmul's, B anywhere."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilery.base.errors import BadInput, require
-from tilery.base.spec import Cost, TensorSpec, dtype_name
+from tilery.base.spec import Case, Cost, TensorSpec, case, dtype_name
 from tilery.core import inputs
 from tilery.core.call import Call
 
@@ -30,6 +30,31 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
 }
+
+
+# Cases
+
+
+def with_gemv(k_major: tuple[str, ...], default: str, cases: dict[str, list[Case]]) -> dict[str, list[Case]]:
+    """The cases, each with what cuda.gemv refuses of it; `k_major`: values of layout_b that are contiguous along K."""
+    return {
+        kind: [case(c.refused_by | _refused_by_gemv(c.params, k_major, default), **c.params) for c in listed]
+        for kind, listed in cases.items()
+    }
+
+
+def _refused_by_gemv(params: dict[str, Any], k_major: tuple[str, ...], default: str) -> dict[str, str]:
+    m, k, layout = params["m"], params["k"], params.get("layout", "contiguous")
+    why = ""
+    if params["dtype"] == "fp32":
+        why = "takes fp16 and bf16"
+    elif m > 8 or (k_major[0] == "contiguous" and m * params.get("batch", 1) > 8):
+        why = "takes at most 8 rows"
+    elif k == 0 or k % 8:
+        why = "takes K a multiple of 8"
+    elif layout == "misaligned" or (layout == "transposed" and m > 1) or params.get("layout_b", default) not in k_major:
+        why = "contiguous along K"
+    return {"cuda.gemv": why} if why else {}
 
 
 # Checks

@@ -128,16 +128,17 @@ def _torch(
         "numba": "tilery.ops.matmul.numba.gemm:gemm",
         "cuda.hopper": "tilery.ops.matmul.cuda.hopper:gemm",
         "triton": "tilery.ops.matmul.triton.gemm:gemm",
+        "cuda.gemv": "tilery.ops.matmul.cuda.gemv:gemv",
         "vendor": "vendor_kernels:linear",
     },
     baselines=baselines(torch=contract.peer(_torch), compile=contract.peer(Compiled(_torch))),
     model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears()],
     backward=_backward,
-    cases={
+    cases=contract.with_gemv(("contiguous", "padded", "far"), "contiguous", {
         "test": [
             case(m=40, n=72, k=80, dtype="fp32", bias=True, residual=True, activation="gelu", refused_by=TF32),
-            case(m=40, n=72, k=80, dtype="fp16", bias=True, residual=True, activation="silu", refused_by=ROUNDS),
-            case(m=40, n=72, k=80, dtype="bf16", bias=True, residual=True, activation="gelu_tanh", refused_by=ROUNDS),
+            case(ROUNDS, m=40, n=72, k=80, dtype="fp16", bias=True, residual=True, activation="silu"),
+            case(ROUNDS, m=40, n=72, k=80, dtype="bf16", bias=True, residual=True, activation="gelu_tanh"),
             case(m=130, n=136, k=72, dtype="fp16"),  # several tiles each way
             case(m=65, n=33, k=97, dtype="fp32", bias=True, activation="silu", refused_by=TF32),  # odd tails
             case(ROUNDS, m=65, n=33, k=97, dtype="bf16", residual=True),
@@ -145,20 +146,21 @@ def _torch(
             case(m=33, n=65, k=40, dtype="fp16", bias=True, activation="relu"),
             case(ROUNDS, m=33, n=44, k=40, dtype="fp16", residual=True),
             case(ROUNDS, m=1, n=128, k=256, dtype="bf16", bias=True, activation="gelu"),  # one row
+            case(ROUNDS, m=6, n=75, k=1032, dtype="fp16", bias=True, residual=True, activation="silu"),  # a few
             case(m=3, n=300, k=64, dtype="fp32", bias=True, residual=True, activation="relu", refused_by=TF32),
             case(m=1, n=1, k=1, dtype="fp32", refused_by=TF32),
             case(m=0, n=64, k=64, dtype="fp16", bias=True),  # nothing to launch
             case(ROUNDS, m=64, n=0, k=64, dtype="fp16", residual=True),
             # no products at all
             case(m=40, n=24, k=0, dtype="fp32", bias=True, residual=True, activation="silu", refused_by=TF32),
-            case(m=5, n=64, k=64, dtype="fp32", batch=3, bias=True, residual=True, refused_by=TF32),  # [batch, m, k]
+            case(m=5, n=64, k=64, dtype="fp32", batch=3, bias=True, residual=True, refused_by=TF32),  # 3-D
             case(ROUNDS, m=5, n=64, k=64, dtype="bf16", batch=3, bias=True, residual=True),
             case(ROUNDS, m=5, n=64, k=64, dtype="bf16", batch=3, residual=True),
             case(m=40, n=64, k=64, dtype="fp32", layout_b="transposed", bias=True, refused_by=TF32),
             case(ROUNDS, m=33, n=64, k=64, dtype="fp16", layout="padded", residual=True),
             case(ROUNDS, m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_b="misaligned", residual=True),
             case(ROUNDS, m=200, n=136, k=72, dtype="bf16", layout_b="transposed", bias=True, residual=True),
-            case(ROUNDS, m=3, n=32, k=64, dtype="fp16", layout="far", residual=True),  # more than 2**31 elements apart
+            case(ROUNDS, m=3, n=32, k=64, dtype="fp16", layout="far", residual=True),  # more than 2**31 elements
             case(FAR, m=32, n=64, k=64, dtype="fp16", layout_b="far"),
             case(m=32, n=64, k=64, dtype="fp32", special="nan", bias=True, activation="relu", refused_by=TF32),
             case(m=32, n=64, k=64, dtype="fp32", special="inf", activation="silu", refused_by=TF32),
@@ -173,7 +175,7 @@ def _torch(
             case(m=1024, n=1024, k=1024, dtype="fp32", bias=True, activation="gelu"),
             case(m=1024, n=1024, k=1024, dtype="bf16", residual=True),
         ],
-    },
+    }),
 )  # fmt: skip
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,

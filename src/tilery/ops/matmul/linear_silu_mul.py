@@ -72,11 +72,12 @@ def _torch(x: Tensor, weight: Tensor, precision: str) -> Tensor:
         "numba": "tilery.ops.matmul.numba.gemm:gemm",
         "cuda.hopper": "tilery.ops.matmul.cuda.hopper:gated_gemm",
         "triton": "tilery.ops.matmul.triton.gemm:gemm",
+        "cuda.gemv": "tilery.ops.matmul.cuda.gemv:gemv",
     },
     baselines=baselines(torch=contract.peer(_torch), compile=contract.peer(Compiled(_torch))),
     model_sizes=lambda model: [{"n": model.mlp_size, "k": model.hidden_size}],
     backward=_backward,
-    cases={
+    cases=contract.with_gemv(("contiguous", "padded", "far"), "contiguous", {
         "test": [
             case(m=40, n=72, k=80, dtype="fp32", refused_by=TF32),
             case(m=40, n=72, k=80, dtype="fp16"),
@@ -85,6 +86,7 @@ def _torch(x: Tensor, weight: Tensor, precision: str) -> Tensor:
             case(m=65, n=33, k=97, dtype="fp32", refused_by=TF32),  # odd tails; up starts in the middle of a tile
             case(m=65, n=33, k=97, dtype="bf16"),
             case(m=1, n=128, k=256, dtype="bf16"),  # one row
+            case(m=3, n=67, k=1032, dtype="fp16"),  # a few
             case(m=3, n=300, k=64, dtype="fp32", refused_by=TF32),
             case(m=1, n=1, k=1, dtype="fp32", refused_by=TF32),
             case(m=0, n=64, k=64, dtype="fp16"),  # nothing to launch
@@ -94,7 +96,7 @@ def _torch(x: Tensor, weight: Tensor, precision: str) -> Tensor:
             case(m=40, n=64, k=64, dtype="fp32", layout_b="transposed", refused_by=TF32),
             case(m=33, n=64, k=64, dtype="fp16", layout="padded"),
             case(m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_b="misaligned"),
-            case(m=3, n=32, k=64, dtype="fp16", layout="far"),  # more than 2**31 elements from first to last
+            case(m=3, n=32, k=64, dtype="fp16", layout="far"),  # more than 2**31 elements
             case(m=17, n=16, k=64, dtype="fp16", layout_b="far"),
             case(m=32, n=64, k=64, dtype="fp32", special="nan", refused_by=TF32),
             case(m=32, n=64, k=64, dtype="fp16", special="inf"),
@@ -102,7 +104,7 @@ def _torch(x: Tensor, weight: Tensor, precision: str) -> Tensor:
         ],
         "bench": [case(m=m, n=14336, k=4096, dtype="bf16") for m in (16, 4096)],
         "bench_cpu": [case(m=512, n=1024, k=1024, dtype="fp32"), case(m=512, n=1024, k=1024, dtype="bf16")],
-    },
+    }),
 )  # fmt: skip
 def linear_silu_mul(x: Tensor, weight: Tensor, precision: str = "ieee") -> Tensor:
     """SwiGLU's first half: y = silu(x · gateᵀ) · (x · upᵀ), neither stored; x [..., K], weight [2N, K]: gate, then up.

@@ -81,6 +81,7 @@ def _torch(a: Tensor, b: Tensor, precision: str) -> Tensor:
         "numba": "tilery.ops.matmul.numba.gemm:gemm",
         "cuda.hopper": "tilery.ops.matmul.cuda.hopper:gemm",
         "triton": "tilery.ops.matmul.triton.gemm:gemm",
+        "cuda.gemv": "tilery.ops.matmul.cuda.gemv:gemv",
         "gluon": "gluon_kernels:matmul",
         "tilelang": "tilelang_kernels:matmul",
         "cutile": "tilery.ops.matmul.cutile.gemm:matmul",
@@ -94,7 +95,7 @@ def _torch(a: Tensor, b: Tensor, precision: str) -> Tensor:
     ),
     model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears()],
     backward=_backward,
-    cases={
+    cases=contract.with_gemv(("transposed",), "transposed", {
         "test": [
             case(m=128, n=256, k=192, dtype="fp16"),
             case(m=128, n=256, k=192, dtype="bf16"),
@@ -105,6 +106,8 @@ def _torch(a: Tensor, b: Tensor, precision: str) -> Tensor:
             case(m=100, n=136, k=72, dtype="fp16"),  # tails that 16-byte loads can bear
             case(m=300, n=200, k=136, dtype="bf16", layout="transposed", layout_b="contiguous", refused_by=TMA),
             case(m=1, n=128, k=256, dtype="bf16"),  # one row
+            case(m=5, n=67, k=1032, dtype="fp16"),  # a few rows, and a part of K that is not whole
+            case(m=8, n=40, k=520, dtype="bf16"),
             case({"gluon": "multiple of 8"}, m=1, n=33, k=64, dtype="fp16"),  # one that does not end on 16 bytes
             case(m=17, n=40, k=1, dtype="fp16", layout_b="misaligned", refused_by=TMA),  # nor start there
             case(m=1, n=1, k=1, dtype="fp32", refused_by=TF32),
@@ -116,7 +119,7 @@ def _torch(a: Tensor, b: Tensor, precision: str) -> Tensor:
             case(m=70, n=64, k=64, dtype="fp16", layout="transposed", layout_b="contiguous", refused_by=TMA),
             case(m=33, n=64, k=64, dtype="fp16", layout="padded"),
             case(m=33, n=40, k=65, dtype="bf16", layout="misaligned", refused_by=TMA),
-            case(FAR, m=3, n=32, k=64, dtype="fp16", layout="far"),  # more than 2**31 elements from first to last
+            case(FAR, m=3, n=32, k=64, dtype="fp16", layout="far"),  # more than 2**31 elements
             case(m=32, n=64, k=130, dtype="fp16", layout_b="far", refused_by=TMA | FAR),
             case(m=32, n=64, k=64, dtype="bf16", special="nan"),
             case(m=32, n=64, k=64, dtype="fp32", special="inf", refused_by=TF32),
@@ -126,7 +129,7 @@ def _torch(a: Tensor, b: Tensor, precision: str) -> Tensor:
         ],
         "bench": [case(m=m, n=n, k=4096, dtype="bf16") for m, n in ((16, 4096), (4096, 4096), (4096, 14336))],
         "bench_cpu": [case(m=1024, n=1024, k=1024, dtype="fp32"), case(m=1024, n=1024, k=1024, dtype="bf16")],
-    },
+    }),
 )  # fmt: skip
 def matmul(a: Tensor, b: Tensor, precision: str = "ieee") -> Tensor:
     """Matrix product: c = a · b; a [M, K], b [K, N], c [M, N]; each of a and b row- or column-major (b may be w.T).

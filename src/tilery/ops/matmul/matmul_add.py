@@ -64,6 +64,9 @@ def _torch(a: Tensor, b: Tensor, c: Tensor, alpha: float, beta: float, precision
     return torch.addmm(c, a, b, alpha=alpha, beta=beta)
 
 
+NO_K = ROUNDS | {"cuda.hopper": "K must be"}
+
+
 @op(
     check=check, outputs=outputs, cost=cost, bucket=plain.bucket, inputs=inputs, allowed=contract.allowed,
     call_type=MatmulAddCall, runtime=("alpha", "beta"),
@@ -71,12 +74,13 @@ def _torch(a: Tensor, b: Tensor, c: Tensor, alpha: float, beta: float, precision
         "numba": "tilery.ops.matmul.numba.gemm:gemm",
         "cuda.hopper": "tilery.ops.matmul.cuda.hopper:gemm",
         "triton": "tilery.ops.matmul.triton.gemm:gemm",
+        "cuda.gemv": "tilery.ops.matmul.cuda.gemv:gemv",
         "vendor": "vendor_kernels:matmul_add",
     },
     baselines=baselines(torch=contract.peer(_torch), compile=contract.peer(Compiled(_torch))),
     model_sizes=lambda model: [{"n": layer.n, "k": layer.k} for layer in model.linears()],
     backward=_backward,
-    cases={
+    cases=contract.with_gemv(("transposed",), "transposed", {
         "test": [
             case(m=40, n=72, k=80, dtype="fp32", alpha=0.5, beta=-2.0, refused_by=TF32),
             case(ROUNDS, m=40, n=72, k=80, dtype="fp16", alpha=0.5, beta=-2.0),
@@ -87,14 +91,15 @@ def _torch(a: Tensor, b: Tensor, c: Tensor, alpha: float, beta: float, precision
             case(ROUNDS, m=40, n=56, k=64, dtype="bf16", layout_c="transposed", beta=0.25),
             case(m=40, n=56, k=64, dtype="fp32", layout_c="transposed", beta=0.25, refused_by=TF32),
             case(ROUNDS, m=1, n=128, k=256, dtype="bf16", beta=0.5),  # one row
+            case(ROUNDS, m=4, n=67, k=520, dtype="fp16", alpha=-0.5, layout_c="transposed"),  # a few
             case(m=3, n=300, k=64, dtype="fp32", alpha=2.0, layout_c="transposed", refused_by=TF32),
             case(m=9, n=1, k=1, dtype="fp32", refused_by=TF32),
             case(ROUNDS, m=0, n=64, k=64, dtype="fp16"),  # nothing to launch
             case(ROUNDS, m=64, n=0, k=64, dtype="fp16"),
-            case(m=40, n=24, k=0, dtype="fp16", beta=2.0, refused_by=ROUNDS | {"cuda.hopper": "K must be"}),  # c alone
+            case(m=40, n=24, k=0, dtype="fp16", beta=2.0, refused_by=NO_K),  # c alone
             case(ROUNDS, m=33, n=64, k=64, dtype="fp16", layout="padded", layout_c="padded"),
             case(ROUNDS, m=33, n=40, k=65, dtype="bf16", layout="misaligned", layout_c="misaligned"),
-            case(ROUNDS, m=3, n=32, k=64, dtype="fp16", layout_c="far"),  # more than 2**31 elements from first to last
+            case(ROUNDS, m=3, n=32, k=64, dtype="fp16", layout_c="far"),  # more than 2**31 elements
             case(ROUNDS, m=3, n=32, k=64, dtype="fp16", layout="far"),
             case(m=32, n=64, k=64, dtype="fp32", special="nan", refused_by=TF32),
             case(ROUNDS, m=32, n=64, k=64, dtype="fp16", special="inf", alpha=-1.0),
@@ -105,7 +110,7 @@ def _torch(a: Tensor, b: Tensor, c: Tensor, alpha: float, beta: float, precision
         ],
         "bench": [case(m=m, n=4096, k=4096, dtype="bf16") for m in (16, 4096)],
         "bench_cpu": [case(m=1024, n=1024, k=1024, dtype="fp32"), case(m=1024, n=1024, k=1024, dtype="bf16")],
-    },
+    }),
 )  # fmt: skip
 def matmul_add(
     a: Tensor, b: Tensor, c: Tensor, alpha: float = 1.0, beta: float = 1.0, precision: str = "ieee"
