@@ -131,7 +131,11 @@ _V3: dict[str, Any] = {"heads": 16, "nope": 128, "rope": 64, "value": 128, "dtyp
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED, call_type=MlaCall,
     rounds_between=True, runtime=("scale",), check_runtime=check_scale, indices=indices, model_sizes=_model_sizes,
-    kernels={"numba": "tilery.ops.attention.numba.forward:mla", "triton": "tilery.ops.attention.triton.mla:mla"},
+    kernels={
+        "numba": "tilery.ops.attention.numba.forward:mla",
+        "triton": "tilery.ops.attention.triton.mla:mla",
+        "cuda.hopper": "tilery.ops.attention.cuda.mla:mla",  # behind Triton's: no GPU has run it
+    },
     baselines=baselines(
         torch=lambda *args: peers.torch_sdpa(*_as_attention(*args).values()),
         cudnn=lambda *args: peers.cudnn(*_as_attention(*args).values()),
