@@ -31,5 +31,13 @@ def card(op):
     return where
 
 
+def runs_here(op):
+    """Where the kernel runs: on a card, or in the emulator."""
+    where = place(op, "cuda.hopper").device
+    if where is None or (where.type != "cpu" and device.arch(where) != "sm_90"):
+        pytest.skip("needs a Hopper GPU or the emulator")
+    return where
+
+
 def on_card(op, one, config=None):
     assert check(op, "cuda.hopper", one, card(op), config=config).refused is None

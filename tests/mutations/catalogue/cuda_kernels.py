@@ -10,6 +10,7 @@ SAME_BITS = "test_attention_backward_hopper.py::test_every_run_of_one_pass_gives
 OTHERS = "test_attention_backward_hopper.py::test_nothing_of_another_sequence_gets_into_one_pass[tile0]"
 GROUPED = "test_grouped_hopper.py::test_every_form_is_right"
 ATTENTION = case("attention", "cuda.hopper", "m=150,heads=2,kv_heads=1,n=128,dtype=fp16,order=bhsd,batch=2")
+MLA = case("mla", "cuda.hopper", "m=70,keys=21,heads=2,dtype=fp16")
 WRONG = "m=0,heads=2,kv_heads=1,n=16,dtype=fp16,order=thd,lengths=9+4+20,wrong=k3:36"
 
 CUDA.add(
@@ -213,4 +214,44 @@ GEMV.add(
     "(count <= 1 or stride % _VALUES == 0)",
     "True",
     "test_gemv.py::test_lines_start_at_multiples_of_16_bytes",
+)
+
+# Latent attention
+
+CUDA.add(
+    "a-rope-for-every-head",
+    "maps.k_rope, column - ROPE_COL, row, 0, sequence);",
+    "maps.k_rope, column - ROPE_COL, row, head, sequence);",
+    MLA,
+)
+CUDA.add("rope-of-q-behind-its-columns", "rope ? column - ROPE_COL : column, row,", "column, row,", MLA)
+CUDA.add(
+    "values-awaited-as-wide-as-keys",
+    "kv.producer_acquire(Mainloop::VALUE_CHUNKS * BLOCK_N * SWIZZLE_BYTES)",
+    "kv.producer_acquire()",
+    MLA,
+)
+CUDA.add(
+    "values-of-the-next-sequence-behind-the-first-columns",
+    "zero_rows<BLOCK_N, VALUE_CHUNKS>(v.tile()",
+    "zero_rows<BLOCK_N, 1>(v.tile()",
+    case("mla", "cuda.hopper", "m=130,heads=2,dtype=bf16,order=thd,lengths=5+0+130+1"),
+)
+CUDA.add(
+    "output-as-wide-as-keys",
+    "0, VALUE_DIM, inside, acc, 2 * h);",
+    "0, HEAD_DIM, inside, acc, 2 * h);",
+    case("mla", "cuda.hopper", "m=20,heads=2,nope=128,rope=16,value=16,dtype=fp16,order=thd,lengths=20+7"),
+)
+CUDA.add(
+    "columns-of-both-parts-in-one-chunk",
+    "return columns(call.q.shape[-1]) + columns(call.rope_dim)",
+    "return columns(call.head_dim)",
+    "test_mla_hopper.py::test_the_default_and_all_configs_are_taken",
+)
+CUDA.add(
+    "a-map-of-no-keys",
+    "x = getattr(call, name) if of_q or call.key_tokens else call.q",
+    "x = getattr(call, name)",
+    "test_mla_hopper.py::test_packed_sequences_are_launched_even_where_there_are_no_keys",
 )

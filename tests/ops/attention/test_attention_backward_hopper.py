@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hopper_checks import runs_here
 
 from compilers import most_spills
 from tilery import languages
@@ -15,7 +16,6 @@ from tilery.core import policy
 from tilery.core.cases import call_for, specs_for
 from tilery.hardware import device
 from tilery.measure.check import check
-from tilery.measure.place import place
 from tilery.ops.attention.attention import attention_backward
 
 if why := languages.missing("cuda"):
@@ -174,13 +174,6 @@ def test_without_keys_every_gradient_is_zero():
 # Where it runs: on a Hopper GPU, or in the emulator.
 
 
-def runs_here():
-    where = place(attention_backward, "cuda.hopper").device
-    if where is None or (where.type != "cpu" and device.arch(where) != "sm_90"):
-        pytest.skip("needs a Hopper GPU or the emulator")
-    return where
-
-
 PROBLEMS = {
     "causal": {"m": 333, "kv_heads": 1, "heads": 2},
     "window": {"m": 280, "window": 70},
@@ -199,14 +192,17 @@ EACH = [
 def test_groups_of_heads_follow_each_other(monkeypatch, together):
     """Three heads of keys, so that the last group of two is not full."""
     monkeypatch.setattr(backward, "_heads_together", lambda call: together)
-    where, one = runs_here(), case(**PLAIN | {"m": 290 + together, "heads": 6, "kv_heads": 3, "n": 64, "dtype": "fp16"})
+    where, one = (
+        runs_here(attention_backward),
+        case(**PLAIN | {"m": 290 + together, "heads": 6, "kv_heads": 3, "n": 64, "dtype": "fp16"}),
+    )
     config = Config(128, 64, 2, one_pass=True)
     assert check(attention_backward, "cuda.hopper", one, where, config=config).refused is None
 
 
 @pytest.mark.parametrize((*FORM, "what"), EACH)
 def test_every_form_is_right(n, softcap, made, tile, what):
-    where = runs_here()
+    where = runs_here(attention_backward)
     one = case(**PLAIN | {"n": n, "softcap": softcap, "dtype": "fp16"} | PROBLEMS[what])
     config = config_with(call_for(attention_backward, one, str(where)), made, tile)
     assert check(attention_backward, "cuda.hopper", one, where, config=config).refused is None
@@ -215,7 +211,9 @@ def test_every_form_is_right(n, softcap, made, tile, what):
 @pytest.mark.parametrize("one_pass", [False, True])
 def test_keys_past_the_last_do_not_overflow(one_pass):
     """Their scores are 0. Beside those of the others, of about -250, they would count for infinity."""
-    args = attention_backward.inputs(m=5, keys=3, heads=1, kv_heads=1, n=64, dtype="fp16", device=str(runs_here()))
+    args = attention_backward.inputs(
+        m=5, keys=3, heads=1, kv_heads=1, n=64, dtype="fp16", device=str(runs_here(attention_backward))
+    )
     q, k = args["q"].fill_(1), args["k"].copy_(-1 - 0.01 * args["k"])
     args |= {
         "scale": 4.0,
@@ -243,7 +241,7 @@ def test_every_run_of_one_pass_gives_the_same_bits(what):
     The first and the third cancel out and are 2¹⁵ times as large as the others, so another order gives another dq.
     """
     one = PLAIN | {"m": 500, "keys": 600, "n": 64, "kv_heads": 1, "dtype": "fp16"} | ORDERED[what]
-    args = attention_backward.inputs(**one, device=str(runs_here()))
+    args = attention_backward.inputs(**one, device=str(runs_here(attention_backward)))
     keys, values = (x if one.get("order") else x[0] for x in (args["k"], args["v"]))
     args["q"].zero_(), keys.mul_(2**-4)
     keys[:128] *= 2**15
@@ -261,7 +259,7 @@ def test_one_pass_follows_no_wrong_offsets(wrong):
     """Sequences that end past the tokens or decrease; no tile waits for one that does not come."""
     one = case(m=0, heads=2, kv_heads=1, n=16, dtype="fp16", order="thd", lengths="9+4+20", wrong=wrong)
     config = Config(128, 64, 2, one_pass=True)
-    assert check(attention_backward, "cuda.hopper", one, runs_here(), config=config).refused is None
+    assert check(attention_backward, "cuda.hopper", one, runs_here(attention_backward), config=config).refused is None
 
 
 @pytest.mark.parametrize(
@@ -270,7 +268,7 @@ def test_one_pass_follows_no_wrong_offsets(wrong):
 def test_one_pass_of_sequences_that_overlap_is_right_elsewhere(wrong, queries, keys):
     """Rows of two sequences, one of which is too long and so all NaN, are either's."""
     given = {"m": 0, "heads": 2, "kv_heads": 1, "n": 16, "dtype": "fp16", "order": "thd", "lengths": "9+4+20"}
-    args = attention_backward.inputs(**given, wrong=wrong, device=str(runs_here()))
+    args = attention_backward.inputs(**given, wrong=wrong, device=str(runs_here(attention_backward)))
     wide = {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in args.items()}
     made = attention_backward(**args, backend="cuda.hopper", config=Config(128, 64, 2, one_pass=True))
     for found, right, twice in zip(made, attention_backward.reference(**wide), (queries, keys, keys)):
@@ -282,7 +280,7 @@ def test_one_pass_of_sequences_that_overlap_is_right_elsewhere(wrong, queries, k
 def test_nothing_of_another_sequence_gets_into_one_pass(tile):
     """Tiles of the first sequence also load rows of the second, whose NaN times a probability of 0 would be NaN."""
     given = {"m": 0, "n": 128, "heads": 2, "kv_heads": 1, "dtype": "fp16", "order": "thd", "lengths": "70:90+60:50"}
-    args = attention_backward.inputs(**given, causal=False, device=str(runs_here()))
+    args = attention_backward.inputs(**given, causal=False, device=str(runs_here(attention_backward)))
     problem = attention_backward.call(attention_backward.specs(tuple(args.values())))
     config = kernel.one_pass(problem, tile)
     clean = attention_backward(**args, backend="cuda.hopper", config=config)

@@ -40,10 +40,10 @@ struct TilePipeline {
 
     // Producer: waits until the stage is empty. The first time round every stage is.
     __device__ void wait_empty() { empty[stage].wait(phase ^ 1); }
-    // Producer: waits until the stage is empty and returns its full barrier, which expects STAGE_BYTES.
-    __device__ Mbarrier& producer_acquire() {
+    // Producer: waits until the stage is empty and returns its full barrier, which expects so many bytes.
+    __device__ Mbarrier& producer_acquire(unsigned bytes = STAGE_BYTES) {
         wait_empty();
-        full[stage].arrive_expect_tx(STAGE_BYTES);
+        full[stage].arrive_expect_tx(bytes);
         return full[stage];
     }
     // The warp that loads scales: every lane calls load_scale for its scales and then commit_scales once. The lane's

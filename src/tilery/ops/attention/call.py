@@ -156,6 +156,11 @@ class AttentionCall(_HeadsCall):
         """Strides of one of the call's tensors; all packed sequences are one."""
         return Strides(*(0 if dim is None else x.stride(dim) for dim in LAYOUTS[self.layout]))
 
+    def sizes(self, x: TensorSpec) -> tuple[int, int, int]:
+        """Sequences, tokens and heads of one of the call's tensors; all packed sequences are one."""
+        sequences, tokens, heads = (self._size(x, axis) for axis in range(3))
+        return sequences, tokens, heads
+
     def _size(self, x: TensorSpec, axis: int) -> int:
         dim = LAYOUTS[self.layout][axis]
         return 1 if dim is None else x.shape[dim]

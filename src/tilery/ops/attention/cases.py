@@ -1,5 +1,6 @@
 """Attention's tensors as users lay them out: what attention and attention_lse are checked and timed with."""
 
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -115,14 +116,12 @@ _ODD = {"cutile": "power of two"}
 _WIDE = {"cutile": "in fp32"}
 
 
-def for_hopper(one: Case, extras: tuple[str, ...], said: str) -> Case:
-    """The case, with the reason why cuda.hopper refuses it, if it does; `said` is the reason for any of the extras."""
+def for_hopper(one: Case, refused: Mapping[str, str] | None = None) -> Case:
+    """The case, with the reason why cuda.hopper refuses it, if it does; `refused` has those for parameters."""
     if one.params["dtype"] not in ("fp16", "bf16"):
         words = "fp16 and bf16 alone"
-    elif any(one.params.get(name) for name in extras):
-        words = said
-    elif "value" in one.params:
-        words = "of one size"
+    elif found := [words for name, words in (refused or {}).items() if one.params.get(name)]:
+        words = found[0]
     elif one.params.get("layout") == "misaligned":
         words = "16 bytes"
     else:
@@ -195,8 +194,8 @@ def cases() -> list[Case]:
 
 
 def _for_hopper(one: Case) -> Case:
-    extras = "bias", "slopes", "sinks", "softcap", "padding"
-    return for_hopper(one, extras, "no more than packed sequences, causal and window")
+    extras = dict.fromkeys(("bias", "slopes", "sinks", "softcap", "padding"), "no more than packed sequences")
+    return for_hopper(one, extras | {"value": "of one size"})
 
 
 def wrong_cases() -> list[Case]:

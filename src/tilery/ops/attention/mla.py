@@ -14,7 +14,7 @@ from tilery.core.peers import baselines
 from tilery.ops.attention import peers, reference
 from tilery.ops.attention.attention import ALLOWED, indices, outputs, reads
 from tilery.ops.attention.call import MlaCall
-from tilery.ops.attention.cases import write_wrong
+from tilery.ops.attention.cases import for_hopper, write_wrong
 from tilery.ops.attention.checks import check_packed, check_qkv, check_scale
 
 _HEAD_DIMS, _ROPE_DIMS = (16, 32, 64, 128), (16, 32, 64)  # of a head's first part and values, and of its turned part
@@ -131,13 +131,17 @@ _V3: dict[str, Any] = {"heads": 16, "nope": 128, "rope": 64, "value": 128, "dtyp
 @op(
     check=check, outputs=outputs, cost=cost, bucket=bucket, inputs=inputs, allowed=ALLOWED, call_type=MlaCall,
     rounds_between=True, runtime=("scale",), check_runtime=check_scale, indices=indices, model_sizes=_model_sizes,
-    kernels={"numba": "tilery.ops.attention.numba.forward:mla", "triton": "tilery.ops.attention.triton.mla:mla"},
+    kernels={
+        "numba": "tilery.ops.attention.numba.forward:mla",
+        "triton": "tilery.ops.attention.triton.mla:mla",
+        "cuda.hopper": "tilery.ops.attention.cuda.mla:mla",  # behind Triton's: no GPU has run it
+    },
     baselines=baselines(
         torch=lambda *args: peers.torch_sdpa(*_as_attention(*args).values()),
         cudnn=lambda *args: peers.cudnn(*_as_attention(*args).values()),
     ),
     cases={
-        "test": [
+        "test": list(map(for_hopper, [
             case(m=40, batch=2, heads=3, dtype="fp32", **_SMALL),
             case(m=70, heads=2, dtype="fp16"),
             case(m=70, heads=2, dtype="bf16"),
@@ -162,7 +166,16 @@ _V3: dict[str, Any] = {"heads": 16, "nope": 128, "rope": 64, "value": 128, "dtyp
             case(m=3, heads=2, dtype="fp16", layout="far", **_SMALL),
             case(m=20, heads=2, dtype="fp32", causal=False, special="nan", **_SMALL),
             case(m=20, heads=2, dtype="fp16", causal=False, special="inf", **_SMALL),
-        ],
+            # Heads of DeepSeek's sizes, and others of several chunks of 64 columns.
+            case(m=33, keys=150, heads=2, dtype="bf16", order="bhsd"),
+            case(m=70, keys=21, heads=2, dtype="fp16"),  # the first queries see nothing
+            case(m=140, heads=1, dtype="fp16", causal=False, layout="padded", batch=2),
+            case(m=130, heads=2, dtype="bf16", order="thd", lengths="5+0+130+1"),
+            case(m=30, heads=1, dtype="fp16", order="thd", lengths="5+30+9", causal=False, wrong="q0:1+k3:1073741824"),
+            case(m=40, heads=1, dtype="bf16", scale=-0.2, layout="padded"),
+            case(m=40, heads=2, nope=64, rope=64, value=64, dtype="bf16"),
+            case(m=20, heads=2, nope=128, rope=16, value=16, dtype="fp16", order="thd", lengths="20+7"),
+        ])),
         "bench": [
             case(m=4096, batch=4, **_V3),
             case(m=2048, batch=2, **_V3 | {"heads": 128}),

@@ -111,7 +111,7 @@ def draw_queries(shape: tuple[int, ...], dtype: str, layout: str, g: Any) -> Ten
 
 
 def _for_hopper(one: Case) -> Case:
-    return for_hopper(one, ("sinks", "softcap", "format"), "no more than a window")
+    return for_hopper(one, dict.fromkeys(("sinks", "softcap", "format"), "no more than a window"))
 
 
 # attention_decode

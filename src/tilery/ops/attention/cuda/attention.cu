@@ -1,5 +1,6 @@
 // Attention (prefill) on Hopper by TMA and wgmma: softmax(q · kᵀ · softmax_scale) · v, causal, with a window, packed or
-// not.
+// not. In latent attention (MLA) the last columns of q and k are tensors of their own, and those of k are shared by all
+// heads.
 //
 // Blocks go from tile to tile of BLOCK_M queries of one head. The last warpgroup's first thread is the producer: it
 // loads q, and blocks of keys and values through a pipeline. Each consumer warpgroup has 64 queries. It issues
@@ -69,17 +70,19 @@ struct __align__(16) Tile {
     }
 };
 
-// MULTICAST blocks of a cluster have neighbouring tiles of one head. They all visit the keys that any of them sees, and
-// each loads a part of every block of keys and values for all. The params are not __grid_constant__: with it some
-// instances spill (NVRTC 13.4, HEAD_DIM 16 and 32).
-template <typename T, int HEAD_DIM, int BLOCK_N, int WARPGROUPS, int STAGES, int MULTICAST>
-__global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
-    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-    const __grid_constant__ TensorMap v_map,
-    const AttentionParams<T> p) {
-    using Mainloop = ::Mainloop<T, HEAD_DIM, BLOCK_N, WARPGROUPS>;
+// What TMA loads. The columns of q and k from ROPE_COL on are those of q_rope and k_rope.
+struct Maps { const TensorMap &q, &q_rope, &k, &k_rope, &v; };
+
+// What a block does. MULTICAST blocks of a cluster have neighbouring tiles of one head. They all visit the keys that any
+// of them sees, and each loads a part of every block of keys and values for all. Heads of q and k have HEAD_DIM columns,
+// of which those from ROPE_COL on come from the maps of rope; where these are equal there are none.
+template <int HEAD_DIM, int ROPE_COL, int VALUE_DIM, int BLOCK_N, int WARPGROUPS, int STAGES, int MULTICAST, typename T>
+__device__ __forceinline__ void attend(const Maps& maps, const AttentionParams<T>& p) {
+    using Mainloop = ::Mainloop<T, HEAD_DIM, BLOCK_N, WARPGROUPS, VALUE_DIM>;
     constexpr int CHUNKS = Mainloop::CHUNKS, CHUNK_COLS = Mainloop::CHUNK_COLS, BLOCK_M = Mainloop::BLOCK_M;
     constexpr int Q_BYTES = Mainloop::Q_BYTES, PART_N = BLOCK_N / MULTICAST;  // PART_N: keys that a block loads for all
+    constexpr bool HAS_ROPE = ROPE_COL < HEAD_DIM;
+    static_assert(!HAS_ROPE || ROPE_COL % CHUNK_COLS == 0, "a chunk comes from one tensor");
     extern __shared__ __align__(1024) unsigned char smem[];
     static_assert(PART_N * SWIZZLE_BYTES % SWIZZLE_ATOM == 0, "parts start at multiples of the swizzle atom");
     using KvPipeline = TilePipeline<STAGES, Mainloop::KV_BYTES, 0, MULTICAST>;
@@ -89,7 +92,8 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
     Tile* const tile_queue = reinterpret_cast<Tile*>(kv.after_tiles() + Q_BYTES + 16);
     if (threadIdx.x == 0) {
         kv.init(WARPGROUPS * 4), q.init(WARPGROUPS * 4);
-        prefetch_tensor_map(q_map), prefetch_tensor_map(k_map), prefetch_tensor_map(v_map);
+        prefetch_tensor_map(maps.q), prefetch_tensor_map(maps.k), prefetch_tensor_map(maps.v);
+        if constexpr (HAS_ROPE) prefetch_tensor_map(maps.q_rope), prefetch_tensor_map(maps.k_rope);
     }
     if constexpr (MULTICAST > 1) Cluster<MULTICAST>::sync();
     else __syncthreads();
@@ -104,17 +108,30 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
     if (warpgroup == WARPGROUPS) {
         decrease_registers<WARPGROUPS == 2 ? 40 : 32>();
         if (warp == WARPGROUPS * 4 && lane == 0) {
-            const auto load_kv = [&](const TensorMap& map, int row, int head, int sequence) {
+            const auto load_chunk = [&](Mbarrier& full, int c, const TensorMap& map, int column, int row, int head,
+                                        int sequence) {
+                unsigned char* const to = kv.tile() + (c * BLOCK_N + rank * PART_N) * SWIZZLE_BYTES;
+                if constexpr (MULTICAST == 1)
+                    tma_load_4d(full, to, map, column, row, head, sequence);
+                else
+                    tma_load_4d_multicast((1 << MULTICAST) - 1, full, to, map, column, row + rank * PART_N, head,
+                                          sequence);
+            };
+            const auto load_k = [&](int row, int head, int sequence) {
                 Mbarrier& full = kv.producer_acquire();
-                unsigned char* const to = kv.tile() + rank * PART_N * SWIZZLE_BYTES;
 #pragma unroll
                 for (int c = 0; c < CHUNKS; ++c) {
-                    if constexpr (MULTICAST == 1)
-                        tma_load_4d(full, to + c * BLOCK_N * SWIZZLE_BYTES, map, c * CHUNK_COLS, row, head, sequence);
-                    else
-                        tma_load_4d_multicast((1 << MULTICAST) - 1, full, to + c * BLOCK_N * SWIZZLE_BYTES, map,
-                                              c * CHUNK_COLS, row + rank * PART_N, head, sequence);
+                    const int column = c * CHUNK_COLS;
+                    if (!HAS_ROPE || column < ROPE_COL) load_chunk(full, c, maps.k, column, row, head, sequence);
+                    else load_chunk(full, c, maps.k_rope, column - ROPE_COL, row, 0, sequence);  // one head for all
                 }
+                kv.advance();
+            };
+            const auto load_v = [&](int row, int head, int sequence) {
+                Mbarrier& full = kv.producer_acquire(Mainloop::VALUE_CHUNKS * BLOCK_N * SWIZZLE_BYTES);
+#pragma unroll
+                for (int c = 0; c < Mainloop::VALUE_CHUNKS; ++c)
+                    load_chunk(full, c, maps.v, c * CHUNK_COLS, row, head, sequence);
                 kv.advance();
             };
             const auto begin_tile = [&](const Tile& tile, bool no_keys) {
@@ -126,9 +143,12 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
                     q.full->arrive_expect_tx(Q_BYTES);
                     const int row = tile.token_q + tile.first + rank * BLOCK_M;
 #pragma unroll
-                    for (int c = 0; c < CHUNKS; ++c)
-                        tma_load_4d(*q.full, q.tile() + c * BLOCK_M * SWIZZLE_BYTES, q_map, c * CHUNK_COLS, row, tile.head,
-                                    tile.sequence);
+                    for (int c = 0; c < CHUNKS; ++c) {
+                        const int column = c * CHUNK_COLS;
+                        const bool rope = HAS_ROPE && column >= ROPE_COL;
+                        tma_load_4d(*q.full, q.tile() + c * BLOCK_M * SWIZZLE_BYTES, rope ? maps.q_rope : maps.q,
+                                    rope ? column - ROPE_COL : column, row, tile.head, tile.sequence);
+                    }
                 }
                 q.advance();
             };
@@ -140,10 +160,10 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
                 if (blocks.begin == blocks.end) begin_tile(tile, true);
 #pragma unroll 1
                 for (int b = blocks.end - 1; b >= blocks.begin; --b) {  // in the order in which the mainloop takes them
-                    load_kv(k_map, tile.token_k + b * BLOCK_N, kv_head, tile.sequence);
+                    load_k(tile.token_k + b * BLOCK_N, kv_head, tile.sequence);
                     if (b == blocks.end - 1) begin_tile(tile, false);
-                    else load_kv(v_map, tile.token_k + (b + 1) * BLOCK_N, kv_head, tile.sequence);
-                    if (b == blocks.begin) load_kv(v_map, tile.token_k + b * BLOCK_N, kv_head, tile.sequence);
+                    else load_v(tile.token_k + (b + 1) * BLOCK_N, kv_head, tile.sequence);
+                    if (b == blocks.begin) load_v(tile.token_k + b * BLOCK_N, kv_head, tile.sequence);
                 }
             }
         }
@@ -174,7 +194,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
                     const bool inside = row + 8 * h < tile.queries;
                     store_row(p.out + tile.sequence * p.out_batch_stride + token * p.out_row_stride +
                                   tile.head * p.out_head_stride,
-                              0, HEAD_DIM, inside, acc, 2 * h);
+                              0, VALUE_DIM, inside, acc, 2 * h);
                     if (p.lse && inside && quad_lane == 0)
                         p.lse[tile.sequence * p.lse_batch_stride + tile.head * p.lse_head_stride + token] =
                             (softmax.row_max[h] + log2f(softmax.row_sum[h])) * LN2;
@@ -185,4 +205,26 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
     }
     __syncwarp();
     if constexpr (MULTICAST > 1) Cluster<MULTICAST>::sync();  // another block may still multicast to this one
+}
+
+// The params are not __grid_constant__: with it some instances spill (NVRTC 13.4, HEAD_DIM 16 and 32).
+template <typename T, int HEAD_DIM, int BLOCK_N, int WARPGROUPS, int STAGES, int MULTICAST>
+__global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    const __grid_constant__ TensorMap v_map,
+    const AttentionParams<T> p) {
+    const Maps maps{q_map, q_map, k_map, k_map, v_map};
+    attend<HEAD_DIM, HEAD_DIM, HEAD_DIM, BLOCK_N, WARPGROUPS, STAGES, MULTICAST>(maps, p);
+}
+
+// Latent attention: heads of q and k have ROPE_COL columns and then ROPE_DIM of q_rope and k_rope. ROPE_COL is a multiple
+// of 64; where q and k have fewer columns, TMA loads zeros between theirs and those of rope.
+template <typename T, int ROPE_COL, int ROPE_DIM, int VALUE_DIM, int BLOCK_N, int WARPGROUPS, int STAGES, int MULTICAST>
+__global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_mla(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap q_rope_map,
+    const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap k_rope_map,
+    const __grid_constant__ TensorMap v_map,
+    const AttentionParams<T> p) {
+    const Maps maps{q_map, q_rope_map, k_map, k_rope_map, v_map};
+    attend<ROPE_COL + ROPE_DIM, ROPE_COL, VALUE_DIM, BLOCK_N, WARPGROUPS, STAGES, MULTICAST>(maps, p);
 }

@@ -190,15 +190,18 @@ struct TileMask {
     bool zero_tail;  // rows behind the last key may hold values of another sequence, so they are zeroed
 };
 
-// Tiles of BLOCK_M queries, 64 for each warpgroup, and blocks of BLOCK_N keys and values, of heads of HEAD_DIM. A head
-// is cut into chunks of 128 bytes, which is the width of a tile; columns beyond HEAD_DIM are zeros.
-template <typename T, int HEAD_DIM, int BLOCK_N, int WARPGROUPS>
+// Tiles of BLOCK_M queries, 64 for each warpgroup, and blocks of BLOCK_N keys and values. Heads of Q and K have HEAD_DIM
+// columns and those of V VALUE_DIM. A head is cut into chunks of 128 bytes, which is the width of a tile; columns beyond
+// its own are zeros. V lies in stages of K's size, so it may be no wider.
+template <typename T, int HEAD_DIM, int BLOCK_N, int WARPGROUPS, int VALUE_DIM = HEAD_DIM>
 struct Mainloop {
     using In = typename WgmmaType<T>::type;
     static constexpr int CHUNKS = (HEAD_DIM * sizeof(T) + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES;
-    static constexpr int CHUNK_COLS = SWIZZLE_BYTES / sizeof(T), PADDED_DIM = CHUNKS * CHUNK_COLS;
+    static constexpr int VALUE_CHUNKS = (VALUE_DIM * sizeof(T) + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES;
+    static constexpr int CHUNK_COLS = SWIZZLE_BYTES / sizeof(T), PADDED_DIM = VALUE_CHUNKS * CHUNK_COLS;  // of O
     static constexpr int BLOCK_M = WARPGROUPS * 64;
     static constexpr int KV_BYTES = BLOCK_N * CHUNKS * SWIZZLE_BYTES, Q_BYTES = BLOCK_M * CHUNKS * SWIZZLE_BYTES;
+    static_assert(VALUE_CHUNKS <= CHUNKS, "a stage holds a block of values too");
 
     // From the last visible block to the first. The pipeline `kv` brings K of the last block; then K of each block
     // followed by V of the block behind it; at the end V of the first block. So S = Q · Kᵀ of one block and O += P · V
@@ -232,7 +235,7 @@ struct Mainloop {
         };
         const auto issue_pv = [&](const KvPipeline& v, int block) {  // O += P · V
             if (mask.zero_tail && (block + 1) * BLOCK_N > mask.keys)
-                zero_rows<BLOCK_N, CHUNKS>(v.tile(), mask.keys - block * BLOCK_N, warpgroup);
+                zero_rows<BLOCK_N, VALUE_CHUNKS>(v.tile(), mask.keys - block * BLOCK_N, warpgroup);
             warpgroup_fence_operand(p);
             warpgroup_arrive(acc);
             const u64 values = smem_desc_mn_major(v.tile(), BLOCK_N * SWIZZLE_BYTES);

@@ -4,6 +4,7 @@ Each consumer warpgroup has 64 queries; blocks of keys stream past it from the l
 warp. Heads whose size is no multiple of 64 lie in tiles that are, with zeros behind.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +21,8 @@ from tilery.languages.cuda_source import Source
 from tilery.languages.tensor_maps import TensorMapOf
 from tilery.ops.attention.call import AttentionCall
 
-_SOURCE = Source(Path(__file__).with_name("attention.cu"), "hopper_attention")
+FILE = Path(__file__).with_name("attention.cu")
+
 _FAR = 2**29  # tokens: more than a query sees
 _ALIGNMENT, _BARRIERS = 1024, 16  # bytes to align tiles, and of a stage's barriers
 _QUEUE = 96  # bytes of the current tile and the next, which the producer hands to the consumers
@@ -83,10 +85,30 @@ class Attention(Kernel):
 
     archs = ("sm_90",)
     Config = Config
+    source = Source(FILE, "hopper_attention")
+    tiles: ClassVar[Mapping[int, tuple[tuple[int, int], ...]]] = _TILES
+    loaded: ClassVar[tuple[str, ...]] = ("q", "k", "v")  # by TMA
+
+    def width(self, call: AttentionCall) -> int:
+        """Columns that a head of q or k takes in shared memory."""
+        return columns(call.head_dim)
 
     def refusal(self, call: AttentionCall, config: Config | None = None) -> str | None:
         if call.q.dtype not in (torch.float16, torch.bfloat16):
             return f"multiplies fp16 and bf16 alone, got {dtype_name(call.q.dtype)}"
+        if why := self._option_refusal(call):
+            return why
+        tokens, pairs = max(call.tokens, call.key_tokens), _pairs(call)
+        if tokens >= _FAR or pairs * ceil_div(call.queries, 64) >= _FAR:
+            return f"numbers tokens and tiles up to {_FAR}, got {tokens} tokens in {pairs} heads"
+        for name in self.loaded:
+            x = getattr(call, name)
+            sizes, strides = _view(call, x)
+            if all(sizes) and (why := tensor_maps.heads_refusal(name, x, sizes, strides)):
+                return why
+        return None if config is None else self._config_refusal(call, config)
+
+    def _option_refusal(self, call: AttentionCall) -> str | None:
         asked = {
             "key_mask": call.key_mask is not None, "bias": call.bias is not None, "slopes": call.slopes is not None,
             "sinks": call.sinks is not None, "softcap": call.softcap > 0,
@@ -95,18 +117,10 @@ class Attention(Kernel):
             return f"takes no more than packed sequences, causal and window, got {', '.join(extras)}"
         if call.head_dim != call.value_dim:
             return f"heads of keys and values must be of one size, got {call.head_dim} and {call.value_dim}"
-        tokens, pairs = max(call.tokens, call.key_tokens), _pairs(call)
-        if tokens >= _FAR or pairs * ceil_div(call.queries, 64) >= _FAR:
-            return f"numbers tokens and tiles up to {_FAR}, got {tokens} tokens in {pairs} heads"
-        for name in ("q", "k", "v"):
-            x = getattr(call, name)
-            sizes, strides = _view(call, x)
-            if all(sizes) and (why := tensor_maps.heads_refusal(name, x, sizes, strides)):
-                return why
-        return None if config is None else self._config_refusal(call, config)
+        return None
 
     def _config_refusal(self, call: AttentionCall, config: Config) -> str | None:
-        tile, known = (config.block_m, config.block_n), _TILES[columns(call.head_dim)]
+        tile, known = (config.block_m, config.block_n), self.tiles[self.width(call)]
         if tile not in known:
             said = ", ".join(f"{m} × {n}" for m, n in known)
             return f"tiles of heads of {call.head_dim} must be {said}, got {config.block_m} × {config.block_n}"
@@ -114,48 +128,45 @@ class Attention(Kernel):
         if config.multicast != 1 and not two:
             what = "multicast must be 1 or, of sequences that are not packed and tiles of 128 queries, 2"
             return f"{what}, got {config.multicast}"
-        most = most_stages(gpu(call.q.device), *tile, columns(call.head_dim))
+        most = most_stages(gpu(call.q.device), *tile, self.width(call))
         if not 2 <= config.stages <= most:
             return f"stages must be 2 to {most} for shared memory to hold them, got {config.stages}"
         return None
 
     def _config(self, call: AttentionCall, tile: tuple[int, int], multicast: int, persistent: bool) -> Config:
-        return Config(*tile, most_stages(gpu(call.q.device), *tile, columns(call.head_dim)), multicast, persistent)
+        return Config(*tile, most_stages(gpu(call.q.device), *tile, self.width(call)), multicast, persistent)
 
     def default(self, call: AttentionCall) -> Config:
         """Packed sequences differ in length: their tiles go to whichever SM is free.
 
         Multicast reads half as much of the L2, which has more to give; it is as fast at best.
         """
-        tile = next(tile for tile in _TILES[columns(call.head_dim)] if tile[0] == 128 or call.queries > 128)
+        tile = next(tile for tile in self.tiles[self.width(call)] if tile[0] == 128 or call.queries > 128)
         return self._config(call, tile, 1, persistent=not call.packed)
 
     def configs(self, call: AttentionCall) -> list[Config]:
         forms = ((1, True), (1, False), (2, True))
-        found = [self._config(call, tile, *form) for tile in _TILES[columns(call.head_dim)] for form in forms]
+        found = [self._config(call, tile, *form) for tile in self.tiles[self.width(call)] for form in forms]
         return [c for c in dict.fromkeys((self.default(call), *found)) if self.refusal(call, c) is None]
 
     def estimate(self, call: AttentionCall, config: Config) -> Work:
         keys = call.keys_of_tile(config.block_n)
-        moved = (config.block_m + keys) * 2 * call.head_dim * call.q.dtype.itemsize
+        moved = (config.block_m + keys) * (call.head_dim + call.value_dim) * call.q.dtype.itemsize
         blocks = call.batch * call.heads * ceil_div(call.queries, config.block_m)
-        return Work(blocks, 4 * config.block_m * keys * columns(call.head_dim), moved)
+        multiplied = self.width(call) + columns(call.value_dim)
+        return Work(blocks, 2 * config.block_m * keys * multiplied, moved)
 
     def launches(self, call: AttentionCall, config: Config) -> list[Launch | Host]:
         if call.key_tokens == 0 and not call.packed:
             clear = Host(torch.Tensor.zero_, (call.out,))
             return [clear] if call.lse is None else [clear, fill(call.lse, -torch.inf)]
         pairs, tiles = _pairs(call), ceil_div(call.queries, config.block_m * config.multicast)
-        # There is no map of nothing, but packed sequences may be invalid all the same: then q stands for k and v.
-        k, v = (call.k, call.v) if call.key_tokens else (call.q, call.q)
-        keys_of_box = config.block_n // config.multicast
         left, lse = window_left(call.effective_window), call.lse
-        head_bytes = call.keys * 2 * call.head_dim * call.q.dtype.itemsize  # keys and values of a head
+        head_bytes = call.keys * (call.head_dim + call.value_dim) * call.q.dtype.itemsize  # keys and values of a head
         keys_in_l2 = max(gpu(call.q.device).l2_for_reuse // max(head_bytes, 1), 1)
         lse_strides = (0, 0) if lse is None else (0, lse.stride(0)) if call.packed else lse.strides[:2]
         args = {
-            "q_map": _map(call, call.q, config.block_m), "k_map": _map(call, k, keys_of_box),
-            "v_map": _map(call, v, keys_of_box), "out": call.out, "lse": or_null(lse),
+            **self._maps(call, config), "out": call.out, "lse": or_null(lse),
             "cu_seqlens_q": or_null(call.cu_seqlens_q), "cu_seqlens_k": or_null(call.cu_seqlens_k),
             **dict(zip(("out_batch_stride", "out_row_stride", "out_head_stride"), call.strides(call.out))),
             "lse_batch_stride": lse_strides[0], "lse_head_stride": lse_strides[1],
@@ -165,14 +176,30 @@ class Attention(Kernel):
             "window_left": left, "window_right": 0 if call.causal else left, "softmax_scale": call.softmax_scale,
         }  # fmt: skip
         constants = {
-            "T": call.q.dtype, "HEAD_DIM": call.head_dim, "BLOCK_N": config.block_n,
+            "T": call.q.dtype, **self._sizes(call), "BLOCK_N": config.block_n,
             "WARPGROUPS": config.block_m // 64, "STAGES": config.stages, "MULTICAST": config.multicast,
         }  # fmt: skip
-        shared = shared_bytes(config.block_m, config.block_n, config.stages, columns(call.head_dim))
+        shared = shared_bytes(config.block_m, config.block_n, config.stages, self.width(call))
         options = {"threads": threads(config.block_m), "shared": shared}
         blocks = pairs * tiles * config.multicast
         grid = Persistent(blocks) if config.persistent else blocks
-        return [Launch(_SOURCE, grid, args, constants, options, cluster=config.multicast, pdl=True)]
+        return [Launch(self.source, grid, args, constants, options, cluster=config.multicast, pdl=True)]
+
+    def _sizes(self, call: AttentionCall) -> dict[str, int]:
+        """The sizes of a head, by the names of the template's parameters."""
+        return {"HEAD_DIM": call.head_dim}
+
+    def _maps(self, call: AttentionCall, config: Config) -> dict[str, TensorMapOf]:
+        """Tensor maps by the names of the kernel's parameters.
+
+        There is no map of nothing, but packed sequences may be invalid all the same: then q stands for keys and values.
+        """
+        maps = {}
+        for name in self.loaded:
+            of_q = name.startswith("q")
+            x = getattr(call, name) if of_q or call.key_tokens else call.q
+            maps[f"{name}_map"] = _map(call, x, config.block_m if of_q else config.block_n // config.multicast)
+        return maps
 
 
 def _pairs(call: AttentionCall) -> int:
@@ -183,8 +210,8 @@ def _pairs(call: AttentionCall) -> int:
 def _view(call: AttentionCall, x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """x as [sequences, heads, tokens, values]: sizes, innermost first, and the strides of all but the values."""
     sequence, token, head = call.strides(x)
-    tokens, heads = (call.tokens, call.heads) if x is call.q else (call.key_tokens, call.kv_heads)
-    return (call.head_dim, tokens, heads, 1 if call.packed else call.batch), (token, head, sequence)
+    sequences, tokens, heads = call.sizes(x)
+    return (x.shape[-1], tokens, heads, sequences), (token, head, sequence)
 
 
 def _map(call: AttentionCall, x: Argument, rows: int) -> TensorMapOf:
