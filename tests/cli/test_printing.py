@@ -11,7 +11,7 @@ import pytest
 
 import tilery
 from processes import HANG_S
-from tilery.cli import surroundings
+from tilery.cli import common, surroundings
 
 SOURCE = Path(tilery.__file__).parent
 
@@ -114,6 +114,17 @@ def opens_text_as_the_locale_says(call):
     if name in ("TemporaryFile", "NamedTemporaryFile"):
         return mode[:1] in ("w", "r", "a") and "b" not in mode
     return any(isinstance(words.get(n), ast.Constant) and words[n].value for n in ("text", "universal_newlines"))
+
+
+@pytest.mark.parametrize(("every", "lines"), [(0.0, ["at one", "at two"]), (3600.0, [])])
+def test_progress_in_a_log_is_a_line_now_and_then(every, lines, monkeypatch, capsys):
+    monkeypatch.setattr(common, "_LINE_EVERY_S", every)
+    with common.progress(2) as (say, count):
+        for text in ("at one", "at two"):
+            say(text)
+            count()
+    out, said = capsys.readouterr()
+    assert out == "" and [line.split(":")[1].split(",")[0].strip() for line in said.splitlines()] == lines
 
 
 def test_every_text_names_its_encoding():

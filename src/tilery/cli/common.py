@@ -4,7 +4,8 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from tilery.core.op import Op
     from tilery.measure import timing
     from tilery.measure.result import Row
+
+_LINE_EVERY_S = 30.0  # of progress, where stderr is no terminal
 
 Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to take; all of them if none is named.")]
 Backends = Annotated[list[str] | None, typer.Option("--backend", "-b", help="Kernel or language; may be repeated.")]
@@ -230,11 +233,17 @@ def require_writable(path: Path | None) -> None:
 
 @contextmanager
 def progress(total: int | None = None) -> Iterator[Any]:
-    """A bar on stderr; yields a function that says what is under way and one that counts and may be told the total."""
+    """A bar on stderr; yields a function that says what is under way and one that counts and may be told the total.
+
+    Where stderr is no terminal, as in a log, there is a line every half minute instead.
+    """
+    if not sys.stderr.isatty():
+        yield _now_and_then(), lambda total=None: None
+        return
     terminal = console(sys.stderr)
     shown = Progress(
         TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
-        TimeElapsedColumn(), console=terminal, transient=True, disable=not sys.stderr.isatty(),
+        TimeElapsedColumn(), console=terminal, transient=True,
     )  # fmt: skip
     room = max(terminal.width - 45, 10)  # beside the bar, the count and the time
     with shown:
@@ -243,6 +252,19 @@ def progress(total: int | None = None) -> Iterator[Any]:
             lambda text: shown.update(task, description=text[:room]),
             lambda total=total: shown.update(task, advance=1, total=total),
         )
+
+
+def _now_and_then() -> Callable[[str], None]:
+    began = last = time.monotonic()
+
+    def say(text: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _LINE_EVERY_S:
+            last = now
+            print(f"tilery: {text}, after {now - began:.0f} s", file=sys.stderr, flush=True)
+
+    return say
 
 
 def print_json(rows: "Iterable[Row]", **more: Any) -> None:
