@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128) hopper_attention(
                               0, HEAD_DIM, inside, acc, 2 * h);
                     if (p.lse && inside && quad_lane == 0)
                         p.lse[tile.sequence * p.lse_batch_stride + tile.head * p.lse_head_stride + token] =
-                            (softmax.row_max[h] + log2f(softmax.row_sum[h])) * LN2;
+                            log_sum_exp(softmax.row_max[h], softmax.row_sum[h]);
                 }
             }
         }
