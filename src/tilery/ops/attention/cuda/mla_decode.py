@@ -50,11 +50,10 @@ class MlaDecode(Kernel):
             return f"multiplies fp16 and bf16 alone, got {dtype_name(call.q.dtype)}"
         if (most := max(call.tokens * call.heads, call.max_keys, _tiles(call) * _MAX_SPLITS)) >= _FAR:
             return f"numbers rows, keys and blocks up to {_FAR}, got {most}"
-        for name in ("q", "q_rope"):
-            if (step := _row_stride(getattr(call, name))) is None:
-                strides = list(getattr(call, name).strides)
+        for name, x in (("q", call.q), ("q_rope", call.q_rope)):
+            if _row_stride(x) is None:
+                strides = list(x.strides)
                 return f"heads of all tokens of {name} must be equally far apart for TMA to load them, got {strides}"
-            assert step is not None
         for name, (sizes, strides) in _views(call).items():
             if all(sizes) and (why := tensor_maps.heads_refusal(name, getattr(call, name), sizes, strides)):
                 return why
@@ -63,10 +62,10 @@ class MlaDecode(Kernel):
         return None
 
     def default(self, call: MlaDecodeCall) -> Config:
-        """Splits for about as many blocks as there are SMs, of one sequence.
+        """Splits of 2048 keys or more, and at most as many as give one sequence a block on each SM.
 
-        Fewer than 2048 keys would be no better than their partial sums are dear: 128 KB of a tile of 64 rows, written
-        and read again, beside 2.3 MB of keys.
+        The sums of a split are 128 KB for 64 rows, which are written and read again, beside 2.3 MB of its keys. Not
+        measured yet.
         """
         splits = gpu(call.q.device).sms_power_of_2 // next_power_of_2(max(ceil_div(call.rows, _ROWS), 1))
         return Config(max(min(splits, _MAX_SPLITS), 1), min_blocks=32)
@@ -136,12 +135,14 @@ def _row_stride(x: TensorSpec) -> int | None:
 
 def _views(call: MlaDecodeCall) -> dict[str, Any]:
     """Sizes, innermost first, and strides of all but values: q as [sequences, rows], the cache as [pages, tokens]."""
-    found: dict[str, Any] = {}
-    for name in ("q", "q_rope"):
-        x = getattr(call, name)
-        found[name] = (x.shape[3], call.rows, call.batch), (_row_stride(x), x.strides[0])
+
+
+    def rows(x: TensorSpec) -> Any:
+        return (x.shape[3], call.rows, call.batch), (_row_stride(x), x.strides[0])
+
     pages, page, width = call.cache.shape
-    return found | {"cache": ((width, page, pages), (call.cache.strides[1], call.cache.strides[0]))}
+    by_page, by_token, _ = call.cache.strides
+    return {"q": rows(call.q), "q_rope": rows(call.q_rope), "cache": ((width, page, pages), (by_token, by_page))}
 
 
 mla_decode = MlaDecode()
