@@ -114,7 +114,9 @@ def test_pages_are_what_one_piece_is(kernel):
 @pytest.mark.parametrize("kernel", kernels(mla_decode))
 def test_tokens_before_the_first_key_see_nothing(kernel):
     where = home(mla_decode, kernel)
-    q, q_rope, cache, lengths, table, scale = decode(where, kernel, m=3, context=40, dtype="fp16", queries=4, block_size=16)
+    q, q_rope, cache, lengths, table, scale = decode(
+        where, kernel, m=3, context=40, dtype="fp16", queries=4, block_size=16
+    )
     lengths = torch.tensor([2, 0, 4], dtype=torch.int32, device=where)
     out, lse = launched(mla_decode, kernel, (q, q_rope, cache, lengths, table, scale))
     blind = torch.tensor([[True, True, False, False], [True] * 4, [False] * 4], device=where)

@@ -58,6 +58,8 @@ struct MlaTile {
     bool valid;  // whether the sequence's length is; if not it has no keys
     KeyBlocks blocks;
 
+    // A row's number among those of all sequences.
+    __device__ i64 out_row(int row) const { return i64{sequence} * rows + row; }
     // How a sequence is split depends on its own length alone, so it gives the same bits in any batch. Neighbours take
     // the same keys, from L2.
     template <typename T>
@@ -112,7 +114,8 @@ __device__ __forceinline__ void load_tiles(const MlaDecodeParams<T>& p, const Ml
     // Entries behind the last key are not read.
     const auto page_of = [&](int block) {
         const int key = block * KEYS + row;
-        return block >= blocks.end || !loads || key >= tile.keys ? -1 : p.page_table ? pages[key / p.page_size] : tile.sequence;
+        if (block >= blocks.end || !loads || key >= tile.keys) return -1;
+        return p.page_table ? pages[key / p.page_size] : tile.sequence;
     };
     if (lane == 0) {
         Mbarrier& full = pipes.q.producer_acquire();
@@ -213,9 +216,9 @@ __device__ __forceinline__ void compute_probabilities(const MlaDecodeParams<T>& 
         factors[h] = p.partial_out ? 1.0f : row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
         if (quad_lane != 0 || row >= tile.rows) continue;
         if (p.partial_out) {
-            const i64 all_rows = i64{p.sequences} * tile.rows, at = (tile.split * i64{p.sequences} + tile.sequence) * tile.rows;
-            p.partial_stats[at + row] = softmax.row_max[h];
-            p.partial_stats[p.splits * all_rows + at + row] = row_sum;
+            const i64 all_rows = i64{p.sequences} * tile.rows, at = tile.split * all_rows + tile.out_row(row);
+            p.partial_stats[at] = softmax.row_max[h];
+            p.partial_stats[p.splits * all_rows + at] = row_sum;
         } else {
             p.lse[(i64{tile.sequence} * p.heads + row % p.heads) * p.queries + row / p.heads] =
                 log_sum_exp(softmax.row_max[h], row_sum);
@@ -266,7 +269,7 @@ __device__ __forceinline__ void accumulate_values(const MlaDecodeParams<T>& p, c
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int row = tile.first + row0 + 8 * h;
-        const i64 out_row = i64{tile.sequence} * tile.rows + row, all_rows = i64{p.sequences} * tile.rows;
+        const i64 out_row = tile.out_row(row), all_rows = i64{p.sequences} * tile.rows;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int column = warpgroup * HALF + i * PART;

@@ -136,7 +136,6 @@ def _row_stride(x: TensorSpec) -> int | None:
 def _views(call: MlaDecodeCall) -> dict[str, Any]:
     """Sizes, innermost first, and strides of all but values: q as [sequences, rows], the cache as [pages, tokens]."""
 
-
     def rows(x: TensorSpec) -> Any:
         return (x.shape[3], call.rows, call.batch), (_row_stride(x), x.strides[0])
 
