@@ -99,6 +99,15 @@ def test_one_sequence_is_split_for_about_as_many_blocks_as_there_are_sms(gpu, sp
         assert kernel.default(call(queries=16)).splits == splits  # 32 tiles
 
 
+@pytest.mark.usefixtures("hopper")
+def test_is_asked_after_triton(monkeypatch):
+    """It has not been measured."""
+    if why := languages.missing("triton"):
+        pytest.skip(why)
+    monkeypatch.setattr(device, "name", lambda where: "a GPU that nothing is tuned for")
+    assert mla_decode.plan(specs_for(mla_decode, case(**LARGE))).kernel == "triton"
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.usefixtures("hopper")
 def test_no_spills_and_wgmmas_in_flight(dtype):
@@ -159,6 +168,12 @@ def test_any_splits_are_right_and_the_same_bits_twice(more):
         assert all(torch.allclose(a.float(), b.float(), atol=2e-3, rtol=2e-2) for a, b in zip(whole, split))
         assert not torch.equal(whole[0], split[0])
         assert check(mla_decode, "cuda.hopper", case(**SMALL | more), where(), config=config).refused is None
+
+
+@pytest.mark.parametrize("logits", [-3.0, 0.0, 1e4])
+def test_any_scale_is_right(logits):
+    one = case(**SMALL | {"logits": logits, "queries": 2, "m": 2})
+    assert check(mla_decode, "cuda.hopper", one, where()).refused is None
 
 
 @pytest.mark.parametrize("config", [Config(1, 1), Config(32, 1)], ids=str)

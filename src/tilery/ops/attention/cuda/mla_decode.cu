@@ -117,6 +117,7 @@ __device__ __forceinline__ void load_tiles(const MlaDecodeParams<T>& p, const Ml
         if (block >= blocks.end || !loads || key >= tile.keys) return -1;
         return p.page_table ? pages[key / p.page_size] : tile.sequence;
     };
+    if (blocks.begin == blocks.end) return;
     if (lane == 0) {
         Mbarrier& full = pipes.q.producer_acquire();
 #pragma unroll 1
@@ -176,7 +177,7 @@ __device__ __forceinline__ void compute_probabilities(const MlaDecodeParams<T>& 
         if (threadIdx.x % 128 == 0) pipes.p.full->arrive();
         pipes.p.advance();
     };
-    pipes.q.consumer_wait();
+    if (blocks.begin < blocks.end) pipes.q.consumer_wait();
 #pragma unroll 1
     for (int b = blocks.begin; b < blocks.end; ++b) {
         warpgroup_arrive(scores);
