@@ -26,8 +26,8 @@ MLA.add(
 )
 MLA.add(
     "p-overwritten-while-it-is-read",
-    "        pipes.p.wait_empty();\n#pragma unroll",
-    "#pragma unroll",
+    "        pipes.p.wait_empty();\n        store_swizzled",
+    "        store_swizzled",
     SPLITS,
 )
 MLA.add(

@@ -199,12 +199,7 @@ __device__ __forceinline__ void compute_probabilities(const MlaDecodeParams<T>& 
         mask.apply<KEYS>(scores, b, scale);
         softmax.update(scores, scale.log2);
         pipes.p.wait_empty();
-#pragma unroll
-        for (int i = 0; i < KEYS / 2; i += 2) {  // a quad writes 16 bytes; the 8 rows of a warp lie in different banks
-            const int row = row0 + i % 4 * 4;
-            *reinterpret_cast<unsigned*>(pipes.p.tile() + row * SWIZZLE_BYTES + ((i / 4) ^ (row % 8)) * 16 + quad_lane * 4) =
-                Vec<T, 2>::from_float({scores[i], scores[i + 1]}).bits();
-        }
+        store_swizzled<T>(pipes.p.tile(), scores, 0, threadIdx.x % 128);
         hand_on(softmax.rescale);
     }
     softmax.reduce_row_sum();
