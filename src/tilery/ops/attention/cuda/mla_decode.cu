@@ -33,6 +33,8 @@ struct MlaDecodeParams {
     float softmax_scale;
 };
 
+// PART: columns of a wgmma of P · V. ptxas refuses one of 256: it would need more than the 128 registers that each of 512
+// threads starts with.
 constexpr int LATENT = 512, HALF = LATENT / 2, PART = HALF / 2, ROWS = 64, KEYS = 64, STAGES = 2;
 constexpr int CHUNK_COLS = 64, CHUNK_BYTES = KEYS * SWIZZLE_BYTES;  // 64 rows of 64 columns: of q, of keys, and P
 constexpr int LATENT_CHUNKS = LATENT / CHUNK_COLS, HALF_CHUNKS = LATENT_CHUNKS / 2;
