@@ -62,6 +62,20 @@ __device__ __forceinline__ void store_row(T* row, int col0, int n, bool inside, 
     }
 }
 
+// Rounds a warpgroup's accumulators to T and writes them to shared memory, from column col0 on, as tiles of TMA and
+// wgmma: 64 rows of 128 bytes, swizzled, side by side. `thread` is that of the warpgroup.
+template <typename T, int COUNT>
+__device__ __forceinline__ void store_swizzled(unsigned char* to, const float (&acc)[COUNT], int col0, int thread) {
+    constexpr int TILE_COLS = SWIZZLE_BYTES / sizeof(T), TILE_BYTES = 64 * SWIZZLE_BYTES;
+#pragma unroll
+    for (int r = 0; r < COUNT; r += 2) {  // a quad writes 16 bytes; the 8 rows of a warp lie in different banks
+        const int column = col0 + r / 4 * 8, line = thread / 32 * 16 + thread % 32 / 4 + r % 4 * 4;
+        unsigned char* const word = to + column / TILE_COLS * TILE_BYTES + line * SWIZZLE_BYTES +
+                                    ((column % TILE_COLS / 8) ^ (line % 8)) * 16 + thread % 4 * 4;
+        *reinterpret_cast<unsigned*>(word) = Vec<T, 2>::from_float({acc[r], acc[r + 1]}).bits();
+    }
+}
+
 // Stores the 64 rows of a warpgroup by TMA, from (row0, col0) on, through a staging buffer of as many bytes in shared
 // memory. The next tile is multiplied meanwhile. At the end of the kernel the warpgroup's first thread calls
 // tma_store_wait_read.
@@ -75,14 +89,7 @@ __device__ void store_tile_tma(const TensorMap& map, unsigned char* staging, con
     if (thread == 0) tma_store_wait_read();
     warpgroup_sync(warpgroup);
 #pragma unroll
-    for (int p = 0; p < N_PARTS; ++p)
-#pragma unroll
-        for (int r = 0; r < COUNT; r += 2) {  // a quad writes 16 bytes; the 8 rows of a warp lie in different banks
-            const int column = p * PART_N + r / 4 * 8, line = thread / 32 * 16 + thread % 32 / 4 + r % 4 * 4;
-            unsigned char* const to = staging + column / BOX_COLS * BOX_BYTES + line * SWIZZLE_BYTES +
-                                      ((column % BOX_COLS / 8) ^ (line % 8)) * 16 + thread % 4 * 4;
-            *reinterpret_cast<unsigned*>(to) = Vec<T, 2>::from_float({acc[p][r], acc[p][r + 1]}).bits();
-        }
+    for (int p = 0; p < N_PARTS; ++p) store_swizzled<T>(staging, acc[p], p * PART_N, thread);
     fence_async_proxy();
     warpgroup_sync(warpgroup);
     if (thread == 0) {

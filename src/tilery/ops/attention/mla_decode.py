@@ -154,6 +154,7 @@ def _model_sizes(model: Any) -> list[dict[str, int]]:
     kernels={
         "numba": "tilery.ops.attention.numba.forward:mla_decode",
         "triton": "tilery.ops.attention.triton.mla_decode:mla_decode",
+        "cuda.hopper": "tilery.ops.attention.cuda.mla_decode:mla_decode",
         "cutile": "tilery.ops.attention.cutile.paged:mla_decode",
     },
     baselines=baselines(torch=_sdpa, compile=_compiled), cases=cases(),

@@ -197,7 +197,7 @@ __device__ __forceinline__ void attend(const Maps& maps, const AttentionParams<T
                               0, VALUE_DIM, inside, acc, 2 * h);
                     if (p.lse && inside && quad_lane == 0)
                         p.lse[tile.sequence * p.lse_batch_stride + tile.head * p.lse_head_stride + token] =
-                            (softmax.row_max[h] + log2f(softmax.row_sum[h])) * LN2;
+                            log_sum_exp(softmax.row_max[h], softmax.row_sum[h]);
                 }
             }
         }

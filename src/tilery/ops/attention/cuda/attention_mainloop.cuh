@@ -27,6 +27,9 @@ __device__ inline float exp2_fast(float x) {
     return result;
 }
 
+// The natural logarithm of a row's sum of exponentials; -inf for a row that saw no key.
+__device__ inline float log_sum_exp(float row_max, float row_sum) { return (row_max + log2f(row_sum)) * LN2; }
+
 // Online softmax of a thread's two rows; the four threads of a quad share the rows. row_max is the same in all of them,
 // and each has its own part of row_sum. Probabilities are P = 2 ** (score · scale · log2(e) - row_max), so the largest
 // is 1, which is not rounded. If row_max were updated only when P exceeds 2 ** 8, the output would be rescaled less
@@ -140,6 +143,15 @@ struct KeyBlocks {
                 {(max(last - window_left, 0) + BLOCK_N - 1) / BLOCK_N,
                  max(min(first + window_right + 1, keys), 0) / BLOCK_N}};
     }
+    // Leaves the blocks of one split. The sequence's `all_blocks` blocks, from block `first` on, are split evenly among
+    // `splits`; a split has `min_blocks`, and up to twice as many while that leaves eight splits (host: max_splits).
+    __device__ void restrict_to_split(int split, int first, int all_blocks, int splits, int min_blocks) {
+        const int even = (all_blocks + splits - 1) / splits;
+        const int size = max(max(even, min_blocks), min(2 * min_blocks, (all_blocks + 7) / 8));
+        const int begin = first + split * size;
+        visible = {max(visible.begin, begin), min(visible.end, begin + size)};
+        if (visible.begin >= visible.end) visible = {0, 0};
+    }
 };
 
 // Zeroes the rows of a tile from `first` on: values that do not belong to this sequence. Their P is 0, but 0 · NaN is
@@ -182,12 +194,31 @@ struct OrderBarrier<1> {  // a single warpgroup need not wait
     static __device__ void end(int) {}
 };
 
+// The softmax scale: its magnitude for base-2 logits, which is never 0, and its sign, which reverses the order of scores.
+struct ScoreScale {
+    float log2, sign;
+    bool positive;
+    __device__ explicit ScoreScale(float scale)
+        : log2(scale == 0.0f ? 1e-30f : fabsf(scale) * LOG2E), sign(scale < 0.0f ? -1.0f : 1.0f), positive(scale > 0.0f) {}
+};
+
 // What the mainloop must know of its tile.
 struct TileMask {
     KeyBlocks blocks;
     int positions[2];  // of this thread's two rows, among the keys
     int keys, window_left, window_right;
     bool zero_tail;  // rows behind the last key may hold values of another sequence, so they are zeroed
+
+    // Masks the scores of a block of keys, if any row of the tile does not see them all.
+    template <int BLOCK_N>
+    __device__ void apply(float (&scores)[BLOCK_N / 2], int block, const ScoreScale& scale) const {
+        if (block >= blocks.unmasked.begin && block < blocks.unmasked.end && scale.positive) return;
+        const int first = block * BLOCK_N + 2 * (threadIdx.x % 4), end = keys - 1 - first;
+        const int first_key[2] = {positions[0] - first - window_left, positions[1] - first - window_left};
+        const int last_key[2] = {min(positions[0] - first + window_right, end),
+                                 min(positions[1] - first + window_right, end)};
+        mask_scores(scores, first_key, last_key, scale.sign);
+    }
 };
 
 // Tiles of BLOCK_M queries, 64 for each warpgroup, and blocks of BLOCK_N keys and values. Heads of Q and K have HEAD_DIM
@@ -211,11 +242,9 @@ struct Mainloop {
     template <typename KvPipeline, typename QPipeline>
     static __device__ __forceinline__ void run(KvPipeline& kv, QPipeline& q, const TileMask& mask, float softmax_scale,
                                                OnlineSoftmax& softmax, float (&acc)[PADDED_DIM / 2]) {
-        const float scale_log2 = softmax_scale == 0.0f ? 1e-30f : fabsf(softmax_scale) * LOG2E;
-        const float sign = softmax_scale < 0.0f ? -1.0f : 1.0f;
+        const ScoreScale scale(softmax_scale);
         const int warpgroup = WARPGROUPS == 1 ? 0 : __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
-        const int quad_lane = threadIdx.x % 4;
-        const Range blocks = mask.blocks.visible, unmasked = mask.blocks.unmasked;
+        const Range blocks = mask.blocks.visible;
         float scores[BLOCK_N / 2];
         unsigned p[BLOCK_N / 16][4];
 #pragma unroll
@@ -245,15 +274,8 @@ struct Mainloop {
         };
         const auto apply_softmax = [&](int block) {
             if (block == blocks.begin) q.consumer_release(), q.advance();  // these scores are the last that need Q
-            if (block < unmasked.begin || block >= unmasked.end || !(softmax_scale > 0.0f)) {
-                const int first = block * BLOCK_N + 2 * quad_lane, end = mask.keys - 1 - first;
-                const int positions[2] = {mask.positions[0] - first, mask.positions[1] - first};
-                const int first_key[2] = {positions[0] - mask.window_left, positions[1] - mask.window_left};
-                const int last_key[2] = {min(positions[0] + mask.window_right, end),
-                                         min(positions[1] + mask.window_right, end)};
-                mask_scores(scores, first_key, last_key, sign);
-            }
-            softmax.update(scores, scale_log2);
+            mask.apply<BLOCK_N>(scores, block, scale);
+            softmax.update(scores, scale.log2);
         };
         kv.consumer_wait();
         issue_qk(kv);

@@ -1,4 +1,4 @@
-"""attention_decode and attention_chunked in CUDA C++ for Hopper: tiles, splits, and the launches of paged_attention.cu.
+"""attention_decode and attention_chunked in CUDA C++ for Hopper: tiles and splits for paged_attention.cu.
 
 Rows of a tile are query tokens times the heads that share keys. An SM works on two tiles of 64 rows: one is multiplied
 while the other waits. How a sequence's keys are split depends on its own length and the config alone.
@@ -21,7 +21,9 @@ from tilery.languages.tensor_maps import TensorMapOf
 from tilery.ops.attention.call import PagedCall, max_splits
 from tilery.ops.attention.cuda.forward import columns, most_stages, or_null, shared_bytes, threads, window_left
 
-_PATH = Path(__file__).with_name("paged_attention.cu")
+_SOURCE, _COMBINE = (
+    Source(Path(__file__).with_name(f"{file}.cu"), file) for file in ("paged_attention", "combine_splits")
+)
 # Keys of a block, by the rows of a tile and the columns of a head, what is likely best first; more do not fit the
 # registers.
 _KEYS: dict[int, dict[int, tuple[int, ...]]] = {
@@ -106,15 +108,8 @@ class Paged(Kernel):
         return Work(_blocks(call, config) * splits, 4 * config.block_m * keys * columns(call.head_dim), moved)
 
     def workspace(self, call: PagedCall, config: Config) -> dict[str, TensorSpec]:
-        """The results of splits: sums [splits, T, H, D], and maxima and sums of exponentials [2, splits, T, H].
-
-        For a cache without pages, a page that no table names: TMA has no map of nothing.
-        """
-        found, splits, where = {}, _splits(call, config), call.q.device
-        if splits > 1:
-            shape = splits, call.tokens, call.heads
-            found["partial_out"] = TensorSpec.contiguous((*shape, call.head_dim), torch.float32, where)
-            found["partial_stats"] = TensorSpec.contiguous((2, *shape), torch.float32, where)
+        """The results of splits. For a cache without pages, a page that no table names: TMA has no map of nothing."""
+        found, where = partial_results(call, _splits(call, config)), call.q.device
         if not all(call.k_cache.shape[:2]):
             page = 1, max(call.k_cache.shape[1], 1), call.kv_heads, call.head_dim
             found["empty_page"] = TensorSpec.contiguous(page, call.q.dtype, where)
@@ -152,20 +147,33 @@ class Paged(Kernel):
         options = {"threads": threads(config.block_m), "shared": shared}
         blocks = max(_blocks(call, config) * splits, config.multicast)
         grid = Persistent(blocks) if config.persistent else blocks
-        source = Source(_PATH, "paged_attention")
-        found.append(Launch(source, grid, args, constants, options, cluster=config.multicast, pdl=True))
+        found.append(Launch(_SOURCE, grid, args, constants, options, cluster=config.multicast, pdl=True))
         if splits > 1:
-            found.append(_combination(call, splits))
+            found.append(combination(call, splits))
         return found
 
 
-def _combination(call: PagedCall, splits: int) -> Launch:
-    """A warp has a row."""
+def partial_results(call: PagedCall, splits: int) -> dict[str, TensorSpec]:
+    """Workspace of splits: sums [splits, T, H, D], and maxima and sums of exponentials [2, splits, T, H]."""
+    if splits == 1:
+        return {}
+    shape, where = (splits, call.tokens, call.heads), call.q.device
+    return {
+        "partial_out": TensorSpec.contiguous((*shape, call.head_dim), torch.float32, where),
+        "partial_stats": TensorSpec.contiguous((2, *shape), torch.float32, where),
+    }
+
+
+def combination(call: PagedCall, splits: int) -> Launch:
+    """The launch that makes out, and lse where the call has one, of the splits' results. A warp has a row."""
     rows = call.tokens * call.heads
-    args = {"partial_out": call.partial_out, "partial_stats": call.partial_stats, "out": call.out, "rows": rows}
+    args = {
+        "partial_out": call.partial_out, "partial_stats": call.partial_stats, "out": call.out, "lse": or_null(call.lse),
+        "rows": rows, "splits": splits, "heads": call.heads, "queries": call.queries,
+    }  # fmt: skip
     constants = {"T": call.q.dtype, "HEAD_DIM": call.head_dim}
     grid, options = ceil_div(rows, _COMBINING // 32), {"threads": _COMBINING}
-    return Launch(Source(_PATH, "combine_splits"), grid, args | {"splits": splits}, constants, options, pdl=True)
+    return Launch(_COMBINE, grid, args, constants, options, pdl=True)
 
 
 def _group_refusal(call: PagedCall, rows: int) -> str | None:

@@ -3,7 +3,7 @@
 //
 // - a row of a tile is a (query, head) pair: the query heads that share a KV head are rows of one tile;
 // - TMA loads keys and values page by page;
-// - the keys of a sequence may be split among blocks (split-KV); combine_splits then combines the partial results.
+// - the keys of a sequence may be split among blocks (split-KV); combine_splits.cu then combines the partial results.
 #include "attention_mainloop.cuh"
 
 template <typename T>
@@ -68,13 +68,7 @@ struct __align__(16) Tile {
         tile.blocks = KeyBlocks::of<BLOCK_N>(position + tile.first / p.heads_per_kv, last, keys, p.window_left, 0);
         const int skipped = min(max(position - p.window_left, 0), keys) / BLOCK_N;  // blocks that no query sees
         const int all_blocks = (keys + BLOCK_N - 1) / BLOCK_N - skipped;
-        const int even_split = (all_blocks + p.target_splits - 1) / p.target_splits;
-        const int split_blocks = max(max(even_split, p.min_blocks_per_split),
-                                     min(2 * p.min_blocks_per_split, (all_blocks + 7) / 8));
-        const int split_begin = skipped + split * split_blocks;
-        Range& visible = tile.blocks.visible;
-        visible = {max(visible.begin, split_begin), min(visible.end, split_begin + split_blocks)};
-        if (visible.begin >= visible.end) visible = {0, 0};
+        tile.blocks.restrict_to_split(split, skipped, all_blocks, p.target_splits, p.min_blocks_per_split);
         return tile;
     }
 };
@@ -258,47 +252,4 @@ __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, WARPGROUPS == 1 ? 2 : 
     }
     __syncwarp();
     if constexpr (MULTICAST > 1) Cluster<MULTICAST>::sync();  // another block may still multicast to this one
-}
-
-// Combines the partial results of up to 32 splits of each row, in the order of the splits. A warp has a row; a lane has
-// the maximum and the sum of one split.
-template <typename T, int HEAD_DIM>
-__global__ void __launch_bounds__(128) combine_splits(const float* partial_out, const float* partial_stats, T* out, int rows,
-                                                      int splits) {
-    constexpr int BATCH = 8;  // splits that are loaded at once, the first batch before it is known which of them count
-    const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    pdl_wait();
-    pdl_launch_dependents();
-    if (row >= rows) return;
-    float loaded[BATCH][4];
-    const auto load_batch = [&](int first, int column) {
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-            if (first + i < splits && column < HEAD_DIM)
-                load(loaded[i], partial_out + (i64{first + i} * rows + row) * HEAD_DIM + column);
-    };
-    load_batch(0, lane * 4);
-    float split_max = minus_infinity(), split_sum = 0.0f;
-    if (lane < splits)
-        split_max = partial_stats[i64{lane} * rows + row], split_sum = partial_stats[i64{splits + lane} * rows + row];
-    const float row_max = warp_reduce<Max>(split_max), rescale = split_sum == 0.0f ? 0.0f : exp2_fast(split_max - row_max);
-    const float row_sum = warp_reduce<Sum>(split_sum * rescale), inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
-#pragma unroll
-    for (int col0 = 0; col0 < HEAD_DIM; col0 += 128) {
-        const int column = col0 + lane * 4;
-        float four[4] = {};
-        for (int first = 0; first < splits; first += BATCH) {
-            if (col0 + first > 0) load_batch(first, column);
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-                const float factor = __shfl_sync(0xffffffff, rescale, (first + i) % 32);
-                if (first + i >= splits || factor == 0.0f) continue;  // a split that saw no keys has not written partial_out
-#pragma unroll
-                for (int j = 0; j < 4; ++j) four[j] += loaded[i][j] * factor;
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) four[j] *= inverse;
-        if (column < HEAD_DIM) store(out + i64{row} * HEAD_DIM + column, four);
-    }
 }
