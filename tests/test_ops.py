@@ -14,7 +14,6 @@ import plant
 import tilery.ops
 from cases import plain_case, size
 from compilers import most_spills
-from machine_code import unset_registers
 from tilery import languages
 from tilery.base.errors import Wrong
 from tilery.base.spec import TensorSpec, case
@@ -23,6 +22,7 @@ from tilery.core.cases import call_for, specs_for
 from tilery.core.kernel import Kernel
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
+from tilery.hardware.machine_code import unset_registers
 from tilery.measure.check import check, conform, poisoned
 from tilery.measure.place import place
 

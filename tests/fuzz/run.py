@@ -9,7 +9,7 @@ from torch import Tensor
 from fuzz.call import Call, arguments, is_float
 from fuzz.guards import Guarded
 from fuzz.rounding import explained
-from tilery.base.errors import BadInput, NoBackend, NoBackward, Wrong
+from tilery.base.errors import BadInput, CompileFailed, NoBackend, NoBackward, Wrong
 from tilery.base.spec import TensorSpec
 from tilery.core import plan as plan_module
 from tilery.core import policy
@@ -51,6 +51,8 @@ def run(call: Call) -> Outcome:
     except torch.OutOfMemoryError as error:  # several fuzzers may share the GPU
         return Outcome("refused", f"{NOT_DRAWN} {error}")
     except Exception as error:  # a kernel may raise anything: that is what is looked for
+        if isinstance(error, CompileFailed) and "TRITON_PTXAS_PATH" in str(error):  # wrong code, which was noticed
+            return Outcome("refused", str(error))
         return Outcome("failed", f"raised {type(error).__name__}: {error}")
 
 

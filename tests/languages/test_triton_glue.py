@@ -20,7 +20,8 @@ if why := languages.missing("triton"):
 
 from triton import knobs
 
-from tilery.base.launch import Launch, Persistent, Scalar
+from tilery.base.launch import Argument, Launch, Persistent, Scalar
+from tilery.base.spec import TensorSpec
 from tilery.core.op import REGISTRY
 from tilery.hardware import device
 from tilery.languages import triton_glue
@@ -71,8 +72,12 @@ class Kernel:
 
 
 @pytest.fixture(autouse=True)
-def _compiles(monkeypatch, current):
+def compiled(monkeypatch, current):
+    """Architectures that a launch is compiled for, to be looked at, before it runs."""
+    made = []
     monkeypatch.setattr(triton_glue, "_INTERPRETED", False)
+    monkeypatch.setattr(triton_glue, "compile", lambda launch, arch: made.append(arch))
+    return made
 
 
 def scale(kernel=None, arch="sm_90", **more):
@@ -96,6 +101,26 @@ def test_the_first_call_goes_through_triton_and_the_others_to_what_it_compiled()
     for call, (way, sizes, arguments, stream) in zip(calls[1:], later, strict=True):
         assert (way, sizes, stream) == ("compiled", (3, 2, 1), STREAM)
         assert arguments[0] is call[0] and arguments[1] is call[1] and arguments[2:] == (float(call[2]), 32, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "arch", "looked_at"),
+    [
+        ({}, "sm_90", []),
+        ({"aligned": False}, "sm_90", ["sm_90"]),
+        ({"aligned": False}, "sm_80", []),
+        ({"shape": (3, 8), "strides": (24, 1)}, "sm_90", ["sm_90"]),
+        ({"shape": (1, 8), "strides": (24, 1)}, "sm_90", []),  # there is no next row
+    ],
+)
+def test_code_is_looked_at_where_tensors_cannot_be_loaded_by_16_bytes(change, arch, looked_at, compiled):
+    """Behind it ptxas 12.8 forgets to set registers, on Hopper."""
+    spec = TensorSpec.contiguous((4, 16), torch.float16, GPU)._replace(**change)
+    kernel = Kernel("group", "n")
+    launch = Launch(kernel, 1, {"group": (Argument.at_slot(spec, 0), None), "n": 7})
+    with device.pretend(arch):
+        triton_glue.bind(launch, GPU)
+    assert compiled == looked_at
 
 
 def test_every_device_has_its_own_code(current):

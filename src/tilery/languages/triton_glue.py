@@ -28,7 +28,9 @@ from tilery.base.launch import Argument, Launch, Scalar, Values, argument_mismat
 from tilery.base.spec import Artifact, TensorSpec
 from tilery.hardware import device, toolkit
 from tilery.hardware.gpu import PDL
+from tilery.hardware.machine_code import unset_registers
 
+_MISCOMPILED = "sm_90"  # by ptxas 12.8, in some kernels
 _FEW = 264  # programs: two for each SM of an H200
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when a kernel is decorated
 
@@ -210,6 +212,8 @@ def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
     resolved = resolver(_ordered(launch), _of_tensor)
     if _INTERPRETED:
         return lambda values: kernel[grid](*resolved(values))
+    if device.arch(where) == _MISCOMPILED and _by_narrow_loads(launch):
+        compile(launch, _MISCOMPILED)  # which looks at the code; the launch finds it in Triton's cache
 
     def every_time(values: Values) -> Any:
         return kernel[grid](*resolved(values), **options)
@@ -268,7 +272,34 @@ def _options(launch: Launch, where: torch.device) -> dict[str, Any]:
 def compile(launch: Launch, arch: str) -> Artifact:
     """Specializes as a launch would: on what is None, 16-byte pointers, integers that are 1 or multiples of 16."""
     arguments = tuple(_stand_in(value) for value in _ordered(launch))
-    return _compiled(launch.kernel, arguments, dict(launch.options), launch.pdl, arch)
+    made = _compiled(launch.kernel, arguments, dict(launch.options), launch.pdl, arch)
+    if arch == _MISCOMPILED and "wgmma" in made.code["ptx"] and _by_narrow_loads(launch):
+        _require_set_registers(launch, made)
+    return made
+
+
+def _by_narrow_loads(launch: Launch) -> bool:
+    """Whether tiles may come through registers: not every tensor can be loaded by 16 bytes as far as Triton knows."""
+    return any(map(_is_narrow, launch.args.values()))
+
+
+def _is_narrow(x: Any) -> bool:
+    if isinstance(x, TensorSpec):
+        steps = (step for size, step in zip(x.shape, x.strides) if size > 1 and step != 1)
+        return not x.aligned or any(step % 16 for step in steps)
+    return isinstance(x, tuple) and any(map(_is_narrow, x))
+
+
+def _require_set_registers(launch: Launch, made: Artifact) -> None:
+    """ptxas 12.8 names what wgmma multiplies by uniform registers that it forgets to set (docs/verification.md)."""
+    assert made.cubin is not None
+    for text in unset_registers(made.cubin).values():
+        raise CompileFailed(
+            f"{launch.kernel.__name__}: its machine code reads a uniform register that nothing sets ({text}), so it "
+            "would multiply what lies anywhere. ptxas 12.8, which Triton brings, does this where tensors cannot be "
+            "loaded by 16 bytes. Set TRITON_PTXAS_PATH to the ptxas of CUDA 13 (pip install nvidia-cuda-nvcc has one), "
+            "or give tensors that begin at multiples of 16 bytes and whose strides are multiples of 16"
+        )
 
 
 def _compiled(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], pdl: bool, arch: str) -> Artifact:

@@ -205,9 +205,21 @@ GEMV.add(
 )
 GEMV.add(
     "dispatched-for-many-rows",
-    'return "cuda.gemv" if call.m <= 2 and',
-    'return "cuda.gemv" if call.m <= 8 and',
-    "test_gemv.py::test_dispatch_takes_it_for_one_or_two_rows",
+    'one = call.m == 1 and call.a.device.type == "cuda"',
+    'one = call.a.device.type == "cuda"',
+    "test_gemv.py::test_dispatch_takes_it_for_one_row",
+)
+GEMV.add(
+    "dispatched-where-loads-are-half-empty",
+    "whole = warps_of_k(call.k) is not None and",
+    "whole =",
+    "test_gemv.py::test_dispatch_takes_it_for_one_row",
+)
+GEMV.add(
+    "rows-that-are-not-there-loaded",
+    "return config.block_m if whole else min(config.block_m, call.m)",
+    "return config.block_m",
+    "test_matmul_hopper.py::test_launches_as_planned",
 )
 GEMV.add(
     "lines-that-start-anywhere",

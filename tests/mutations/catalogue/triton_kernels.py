@@ -200,3 +200,21 @@ OTHERS.add(
     "max(m * n, m * a.stride(0), n * b.stride(0))",
     "test_far_scales.py::test_fp8_matmul_counts_far_scales_in_64_bits",
 )
+OTHERS.add(
+    "code-behind-narrow-loads-not-looked-at",
+    "if device.arch(where) == _MISCOMPILED and _by_narrow_loads(launch):",
+    "if False:",
+    "test_triton_glue.py::test_code_is_looked_at_where_tensors_cannot_be_loaded_by_16_bytes",
+)
+OTHERS.add(
+    "unset-registers-let-through",
+    "_require_set_registers(launch, made)\n    return made",
+    "pass\n    return made",
+    "test_mla.py::test_a_cache_at_odd_addresses_is_refused_where_ptxas_128_leaves_registers_unset",
+)
+OTHERS.add(
+    "wide-latent-by-narrow-loads",
+    "call.latent_dim > _NARROW_LATENT and _is_narrow(call.cache)",
+    "False",
+    "test_mla.py::test_a_cache_at_odd_addresses_is_refused_where_ptxas_128_leaves_registers_unset",
+)

@@ -17,6 +17,7 @@ from tilery.measure.place import place
 if why := languages.missing("cuda"):
     pytest.skip(why, allow_module_level=True)
 
+from tilery.ops.matmul.call import warps_of_k
 from tilery.ops.matmul.cuda.gemv import Config
 
 kernel = REGISTRY["matmul"].kernel("cuda.gemv")
@@ -30,22 +31,32 @@ def call_of(op="matmul", **more):
     ("op", "more", "taken"),
     [
         ("matmul", {}, "cuda.gemv"),
-        ("matmul", {"m": 2}, "cuda.gemv"),
-        ("matmul", {"m": 3}, "cuda.hopper"),
+        ("matmul", {"m": 2}, "cuda.hopper"),
+        ("matmul", {"k": 1152}, "cuda.hopper"),  # 144 loads of a row, for warps of 32
+        ("matmul", {"k": 3584}, "cuda.gemv"),
+        ("matmul", {"k": 1008}, "cuda.hopper"),  # lines that begin at multiples of 16 bytes alone
         ("matmul", {"layout_b": "contiguous"}, "cuda.hopper"),
         ("matmul", {"k": 1020}, "cuda.hopper"),
         ("matmul_add", {}, "cuda.gemv"),
         ("linear", {"bias": True, "residual": True}, "cuda.gemv"),
         ("linear", {"m": 1, "batch": 3}, "cuda.hopper"),  # three rows
-        ("linear_silu_mul", {"m": 2}, "cuda.gemv"),
+        ("linear_silu_mul", {}, "cuda.gemv"),
         ("bmm", {"batch": 4, "layout_b": "transposed"}, "cuda.hopper"),  # was not measured
     ],
 )
-def test_dispatch_takes_it_for_one_or_two_rows(op, more, taken, monkeypatch):
+def test_dispatch_takes_it_for_one_row(op, more, taken, monkeypatch):
     monkeypatch.setattr(device, "name", lambda where: "a GPU that nothing is tuned for")
     with device.pretend("sm_90"):
         plan = policy.decide(REGISTRY[op], call_of(op, **more), None, None)
     assert (plan.kernel, plan.source) == (taken, "default")
+
+
+@pytest.mark.parametrize(
+    ("k", "warps"),
+    [(1000, 4), (1024, 4), (1152, None), (2048, 8), (2304, None), (3072, 4), (4096, 8), (14336, 8), (8, None)],
+)
+def test_warps_share_k_so_that_their_loads_are_full(k, warps):
+    assert warps_of_k(k) == warps
 
 
 def test_a_cpu_is_not_asked_for_it():

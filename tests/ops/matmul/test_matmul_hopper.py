@@ -260,6 +260,8 @@ def test_both_kernels_build_and_keep_products_in_flight(config, dtype):
         (40, Config("small_m", 16, 128, 4, 2), 3 * 3 * 2, [16, 128]),
         (40, Config("small_m", 16, 56, 4), 3 * 5, [16, 56]),
         (3000, Config("small_m", 16, 56, 4), 132, [16, 56]),
+        (5, Config("small_m", 8, 56, 4), 5, [5, 56]),  # rows that are not there are not loaded
+        (5, Config("small_m", 8, 56, 4, multicast_b=2), 5 * 2, [5, 28]),
         (300, Config("large_m", 128, 256, 4, 2), 3 * 2 * 2, [128, 256]),
         (300, Config("large_m", 128, 128, 4, 3), 3 * 3 * 3, [128, 128]),
         (300, Config("large_m", 128, 256, 4), 3 * 2, [128, 256]),
@@ -276,13 +278,13 @@ def test_launches_as_planned(m, config, blocks, boxes, launches):
     (launch,) = kernel.launches(matmul.call(matmul.specs(args)), config)
     cuda_glue.bind(launch, torch.device("cuda:0"))((*args, c))
     ((built, (grid, *given)),) = made
-    pointer, *sizes = given[-13:-6]  # GemmParams, but for the epilogue's
-    assert (grid, pointer, sizes) == (blocks, c.data_ptr(), [m, n, k, 1, 0, 0])
+    pointer, *sizes = given[-14:-6]  # GemmParams, but for the epilogue's
+    assert (grid, pointer, sizes) == (blocks, c.data_ptr(), [m, n, k, 1, 0, 0, boxes[0]])
     assert (built.threads, built.shared, built.cluster) == (config.threads, config.shared, config.cluster)
     whats = (a.data_ptr(), (k, m, 1), (k, k)), (b.data_ptr(), (k, n, 1), (k, k)), (c.data_ptr(), (n, m), (n,))
     given_maps = [*maps[:2], maps[2]] if config.tma_store else maps[:2]
     assert given_maps == [(*what, (box,), 2) for what, box in zip(whats, boxes)]
-    assert len(given) == (3 if config.large_m else 2) + 13
+    assert len(given) == (3 if config.large_m else 2) + 14
     if config.large_m and not config.tma_store:  # it takes a map that it does not use
         assert maps[2] == maps[0]
 

@@ -28,6 +28,10 @@ from tilery.ops.attention.triton.softmax import (
     store_partial,
 )
 
+# Columns of the latent that a cache may have which Triton cannot load by 16 bytes. Tiles of more come through registers
+# that are not there: 512 columns of fp16 in rows of 584 spilled 1.2 KB a thread, and were wrong on an H200.
+_NARROW_LATENT = 128
+
 
 class Queries(NamedTuple):
     ptr: Any
@@ -189,6 +193,10 @@ def _mla_decode(
         tl.store(results.lse_ptr + (b * HEADS + head) * QUERIES + token, lse, mask=inside)
 
 
+def _is_narrow(cache: TensorSpec) -> bool:
+    return not cache.aligned or any(step % 16 for step in cache.strides[:2])
+
+
 @dataclass(frozen=True)
 class Config:
     rows: int  # heads of all queries that a program takes
@@ -207,6 +215,11 @@ class MlaDecode(Kernel):
     Config = Config
 
     def refusal(self, call: MlaDecodeCall, config: Config | None = None) -> str | None:
+        if call.q.dtype != torch.float32 and call.latent_dim > _NARROW_LATENT and _is_narrow(call.cache):
+            return (
+                f"takes more than {_NARROW_LATENT} columns of the latent from a cache that begins at a multiple of 16 "
+                f"bytes and whose strides are multiples of 16, got {call.cache}"
+            )
         if config is None:
             return None
         if config.chunk % config.keys:

@@ -19,6 +19,7 @@ struct GemmParams {
     int batch;
     int a_batch;
     int b_batch;
+    int a_rows;  // that TMA loads of a tile of a
     const T* bias;
     const T* addend;
     i64 addend_row_stride;

@@ -43,11 +43,12 @@ __device__ __forceinline__ void gemm_small_m(const TensorMap& a_map, const Tenso
         if (lane == 0) {
             const u64 normal = evict_normal_policy(), b_policy = scheduler.tiles_m == 1 ? evict_first_policy() : normal;
             const auto at = scheduler.at;
+            const int stage_bytes = STAGE_BYTES - K_BLOCKS * (A::BYTES - (A_MN ? A::BYTES : p.a_rows * SWIZZLE_BYTES));
             for (int t = scheduler.first_tile; t < scheduler.tiles; t += scheduler.tile_stride) {
                 const int row = scheduler.row(t), column = scheduler.column(t), batch = scheduler.batch(t);
                 const int a_batch = batch * p.a_batch, b_batch = batch * p.b_batch;
                 scheduler.for_each_k_block(t, [&](int kb) {
-                    Mbarrier& full = pipeline.producer_acquire();
+                    Mbarrier& full = pipeline.producer_acquire(stage_bytes);
 #pragma unroll
                     for (int d = 0; d < K_BLOCKS; ++d) {
                         unsigned char* const to = pipeline.tile() + d * K_BLOCK_BYTES;

@@ -16,7 +16,7 @@ from tilery.base.spec import Work, dtype_name
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
 from tilery.languages.cuda_source import Source
-from tilery.ops.matmul.call import MatmulCall, gemm_work
+from tilery.ops.matmul.call import MatmulCall, gemm_work, warps_of_k
 
 _GEMV = Source(Path(__file__).with_name("gemv.cu"), "gemv")
 _MOST_ROWS = 8
@@ -52,8 +52,8 @@ class Gemv(Kernel):
 
     def default(self, call: MatmulCall) -> Config:
         """The best on an H200, or within 6 % of it, of the 44 configs of each of 12 products of one and two rows."""
-        split_k = next(s for s in (8, 4, 2, 1) if s == 1 or call.k >= s * _LEAST_K)
-        return Config(_LOADS // call.halves, split_k, 1)
+        fewest = next(s for s in (8, 4, 2, 1) if s == 1 or call.k >= s * _LEAST_K)
+        return Config(_LOADS // call.halves, warps_of_k(call.k) or fewest, 1)
 
     def configs(self, call: MatmulCall) -> list[Config]:
         found = (Config(c, s, f) for c in (1, 2, 4) for s in (1, 2, 4, 8) for f in (1, 2, 4, 8))

@@ -115,7 +115,7 @@ class HopperGemm(Kernel):
             return [Host(Tensor.zero_, (call.out,))]  # there is no map of nothing, and every activation of 0 is 0
         a, b = operands(call)
         launches: list[Launch | Host] = [copy_launch(each) for each in (a, b) if each.copied_from is not None]
-        args = _maps(call, config, a, b) | _params(call, a, b)
+        args = _maps(call, config, a, b) | _params(call, a, b) | {"a_rows": _loaded_rows(call, config, a)}
         name = "hopper_gemm" if config.large_m else "hopper_gemm_small_m"
         constants = {"T": call.a.dtype, "A_MN": a.mn_major, "B_MN": b.mn_major} | _constants(config) | _epilogue(call)
         options = {"threads": config.threads, "shared": config.shared}
@@ -152,7 +152,7 @@ def _mn_refusal(config: Config, a: Operand, b: Operand) -> str | None:
 
 def _maps(call: MatmulCall, config: Config, a: Operand, b: Operand) -> dict[str, Any]:
     maps: dict[str, Any] = {
-        "a_map": a.tensor_map(config.block_m, config.multicast_a),
+        "a_map": a.tensor_map(_loaded_rows(call, config, a), config.multicast_a),
         "b_map": b.tensor_map(config.block_n // config.halves, config.multicast_b),
     }
     if config.large_m:
@@ -160,6 +160,12 @@ def _maps(call: MatmulCall, config: Config, a: Operand, b: Operand) -> dict[str,
         # Without a TMA store the kernel reads no map of c, but its parameter must be one.
         maps["c_map"] = tensor_maps.of_matrix(c, hopper_tiles.TMA_STORE_ROWS) if config.tma_store else maps["a_map"]
     return maps
+
+
+def _loaded_rows(call: MatmulCall, config: Config, a: Operand) -> int:
+    """Rows of a tile of a that TMA loads: of a single small-M tile no more than there are, unless blocks load parts."""
+    whole = config.large_m or config.multicast_a > 1 or a.mn_major
+    return config.block_m if whole else min(config.block_m, call.m)
 
 
 def _params(call: MatmulCall, a: Operand, b: Operand) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from machine_code import unset_in
+from tilery.hardware.machine_code import unset_in
 
 START = ["UMOV UR2, 0x1", "UMOV UR3, 0x2"]
 
