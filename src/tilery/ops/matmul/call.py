@@ -118,6 +118,17 @@ class MatmulCall(Call):
         return self._values[name]
 
 
+def epilogue_fields(call: MatmulCall) -> dict[str, Any]:
+    """What is added to sums of products and how, by the names of the fields of GemmParams and GemvParams."""
+    bias, addend = (0 if x is None else x for x in (call.bias, call.addend))
+    alpha, beta = (1.0 if x is None else x for x in (call.alpha, call.beta))
+    row, column = call.addend_strides
+    return {
+        "bias": bias, "addend": addend, "addend_row_stride": row, "addend_col_stride": column, "alpha": alpha,
+        "beta": beta,
+    }  # fmt: skip
+
+
 class BmmCall(MatmulCall):
     """bmm: a [B, M, K], b [B, K, N]."""
 

@@ -16,7 +16,7 @@ from tilery.base.spec import Work, dtype_name
 from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import ARCHS
 from tilery.languages.cuda_source import Source
-from tilery.ops.matmul.call import MatmulCall, gemm_work, warps_of_k
+from tilery.ops.matmul.call import MatmulCall, epilogue_fields, gemm_work, warps_of_k
 
 _GEMV = Source(Path(__file__).with_name("gemv.cu"), "gemv")
 _MOST_ROWS = 8
@@ -100,12 +100,9 @@ def _config_refusal(config: Config, call: MatmulCall) -> str | None:
 
 def _params(call: MatmulCall) -> dict[str, Any]:
     """The fields of GemvParams."""
-    bias, addend = (0 if x is None else x for x in (call.bias, call.addend))
-    alpha, beta = (1.0 if x is None else x for x in (call.alpha, call.beta))
-    strides, (a_batch, b_batch) = call.addend_strides, call.batch_strides
+    a_batch, b_batch = call.batch_strides
     return {
         "a": call.a, "b": call.b, "c": call.out, "m": call.m, "n": call.n, "k": call.k,
         "a_stride": call.a_strides.row, "b_stride": call.b_strides.column, "a_batch": a_batch, "b_batch": b_batch,
-        "bias": bias, "addend": addend, "addend_row_stride": strides.row, "addend_col_stride": strides.column,
-        "alpha": alpha, "beta": beta,
+        **epilogue_fields(call),
     }  # fmt: skip

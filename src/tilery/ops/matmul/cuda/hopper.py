@@ -18,7 +18,7 @@ from tilery.core.kernel import Kernel
 from tilery.hardware.gpu import gpu
 from tilery.languages import tensor_maps
 from tilery.languages.cuda_source import Source
-from tilery.ops.matmul.call import MatmulCall, gemm_work
+from tilery.ops.matmul.call import MatmulCall, epilogue_fields, gemm_work
 from tilery.ops.matmul.cuda import hopper_costs, hopper_tiles
 from tilery.ops.matmul.cuda.hopper_costs import Problem
 from tilery.ops.matmul.cuda.operands import Operand, copy_launch, operands
@@ -115,7 +115,7 @@ class HopperGemm(Kernel):
             return [Host(Tensor.zero_, (call.out,))]  # there is no map of nothing, and every activation of 0 is 0
         a, b = operands(call)
         launches: list[Launch | Host] = [copy_launch(each) for each in (a, b) if each.copied_from is not None]
-        args = _maps(call, config, a, b) | _params(call, a, b) | {"a_rows": _loaded_rows(call, config, a)}
+        args = _maps(call, config, a, b) | _params(call, a, b, _loaded_rows(call, config, a))
         name = "hopper_gemm" if config.large_m else "hopper_gemm_small_m"
         constants = {"T": call.a.dtype, "A_MN": a.mn_major, "B_MN": b.mn_major} | _constants(config) | _epilogue(call)
         options = {"threads": config.threads, "shared": config.shared}
@@ -168,15 +168,11 @@ def _loaded_rows(call: MatmulCall, config: Config, a: Operand) -> int:
     return config.block_m if whole else min(config.block_m, call.m)
 
 
-def _params(call: MatmulCall, a: Operand, b: Operand) -> dict[str, Any]:
+def _params(call: MatmulCall, a: Operand, b: Operand, a_rows: int) -> dict[str, Any]:
     """The fields of GemmParams."""
-    bias, addend = (0 if x is None else x for x in (call.bias, call.addend))
-    alpha, beta = (1.0 if x is None else x for x in (call.alpha, call.beta))
-    strides = call.addend_strides
     return {
         "c": call.out, "m": call.m, "n": call.n, "k": call.k, "batch": call.batch,
-        "a_batch": a.batches > 1, "b_batch": b.batches > 1, "bias": bias, "addend": addend,
-        "addend_row_stride": strides.row, "addend_col_stride": strides.column, "alpha": alpha, "beta": beta,
+        "a_batch": a.batches > 1, "b_batch": b.batches > 1, "a_rows": a_rows, **epilogue_fields(call),
     }  # fmt: skip
 
 
