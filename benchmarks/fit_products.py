@@ -223,9 +223,11 @@ def say_how_far(kind: str, rows: list[dict], costs: hopper_costs.Costs) -> None:
         expected = dataclasses.replace(problem, costs=costs).expected_us(config)
         off.append(math.log(expected / us))
         key = row["m"], row["n"], row["k"], row["layout"], row["layout_b"]
-        by_shape.setdefault(key, []).append((expected, us, float(row["torch_us"])))
+        by_shape.setdefault(key, []).append((expected, us, float(row["torch_us"] or "nan")))
     lost = [min(found)[1] / min(us for _, us, _ in found) for found in by_shape.values()]
-    ratio = [found[0][2] / min(found)[1] for found in by_shape.values()]
+    ratio = [
+        found[0][2] / min(found)[1] for found in by_shape.values() if found[0][2] > 0
+    ]  # what a tuner kept has none
     mean = math.exp(statistics.fmean(map(math.log, lost)))
     print(f"{len(off)} times of {len(by_shape)} shapes: off by {statistics.pstdev(off):.1%} (one sigma), "
           f"choice {mean:.3f} × the best timed, {max(lost):.2f} at worst; "
