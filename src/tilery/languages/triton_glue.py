@@ -31,6 +31,7 @@ from tilery.hardware.gpu import PDL
 from tilery.hardware.machine_code import unset_registers
 
 _MISCOMPILED = "sm_90"  # by ptxas 12.8, in some kernels
+_LEAST_FP32 = 2.0**-126
 _FEW = 264  # programs: two for each SM of an H200
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when a kernel is decorated
 
@@ -211,7 +212,7 @@ def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
     assert all(isinstance(size, int) for size in grid), "a grid of Triton's is given by numbers"
     resolved = resolver(_ordered(launch), _of_tensor)
     if _INTERPRETED:
-        return lambda values: kernel[grid](*resolved(values))
+        return lambda values: kernel[grid](*map(_in_fp32, resolved(values)))
     if device.arch(where) == _MISCOMPILED and _by_narrow_loads(launch):
         compile(launch, _MISCOMPILED)  # which looks at the code; the launch finds it in Triton's cache
 
@@ -238,6 +239,19 @@ def bind(launch: Launch, where: torch.device) -> Callable[[Values], None]:
         start(*sizes, current_stream(index), function, metadata, None, enter, leave, *resolved(values))
 
     return run
+
+
+def _in_fp32(x: Any) -> Any:
+    """A float, or those of a group, as the interpreter takes it for fp32, which a compiled kernel is always given.
+
+    It would make fp64 of what is too small for a normal number of fp32, and refuse to multiply with it.
+    """
+    if isinstance(x, float):
+        return x if abs(x) >= _LEAST_FP32 or x != x else 0.0 * x
+    if isinstance(x, tuple):
+        made = map(_in_fp32, x)
+        return type(x)(*made) if hasattr(x, "_fields") else tuple(made)
+    return x
 
 
 def _called(hook: Any) -> bool:

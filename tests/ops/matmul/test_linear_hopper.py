@@ -158,9 +158,9 @@ def test_an_epilogue_neither_spills_nor_keeps_products_waiting(op, config, more)
 def launched(op, out, args, config, launches):
     """The kernel that is handed to the driver, its arguments and the maps among them."""
     (launch,) = op.kernel("cuda.hopper").launches(op.call(op.specs(args)), config)
-    assert list(launch.args)[-13:] == [
-        "c", "m", "n", "k", "batch", "a_batch", "b_batch", "bias", "addend", "addend_row_stride", "addend_col_stride",
-        "alpha", "beta",
+    assert list(launch.args)[-14:] == [
+        "c", "m", "n", "k", "batch", "a_batch", "b_batch", "a_rows",
+        "bias", "addend", "addend_row_stride", "addend_col_stride", "alpha", "beta",
     ]  # fmt: skip
     cuda_glue.bind(launch, torch.device("cuda:0"))((*args, out))
     (((made, given),), maps) = launches
@@ -178,10 +178,11 @@ def test_linear_is_given_its_epilogue(config, bias, residual, launches):
     y = torch.empty(3, 5, 264, dtype=torch.bfloat16)
     made, given, maps = launched(linear, y, args, config, launches)
     x, weight, b, r = args[:4]
-    pointer, *sizes, bias_at, residual_at, stride, step, alpha, beta = given[-13:]
-    assert maps[0] == (x.data_ptr(), (256, 15, 1), (x.stride(-2), 256), (config.block_m,), 2)
+    pointer, *sizes, bias_at, residual_at, stride, step, alpha, beta = given[-14:]
+    rows = config.block_m if config.large_m else 15  # of a tile that are loaded
+    assert maps[0] == (x.data_ptr(), (256, 15, 1), (x.stride(-2), 256), (rows,), 2)
     assert maps[1] == (weight.data_ptr(), (256, 264, 1), (256, 256), (config.block_n,), 2)
-    assert (pointer, sizes, alpha, beta) == (y.data_ptr(), [15, 264, 256, 1, 0, 0], 1.0, 1.0)
+    assert (pointer, sizes, alpha, beta) == (y.data_ptr(), [15, 264, 256, 1, 0, 0, rows], 1.0, 1.0)
     assert bias_at == (b.data_ptr() if bias else 0)
     assert (residual_at, stride, step) == ((r.data_ptr(), r.stride(-2), 1) if residual else (0, 0, 1))
     flags = f"gelu, {bias}, {residual}, False, True".lower()
@@ -220,7 +221,7 @@ def test_gate_and_up_are_loaded_apart(config, grid, boxes, launches):
     args = linear_silu_mul.complete((), linear_silu_mul.inputs(m=300, n=264, k=256, device="cpu"))
     y = torch.empty(300, 264, dtype=torch.bfloat16)
     made, (blocks, *given), maps = launched(linear_silu_mul, y, args, config, launches)
-    pointer, m, n, k = given[-13:-9]
+    pointer, m, n, k = given[-14:-10]
     assert (blocks, pointer, m, n, k) == (grid, y.data_ptr(), 300, 264, 256)
     assert [box for *_, (box,), _ in maps[: len(boxes)]] == boxes
     assert maps[1][:3] == (args[1].data_ptr(), (256, 2 * 264, 1), (256, 256))

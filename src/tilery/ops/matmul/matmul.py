@@ -107,7 +107,7 @@ def _torch(a: Tensor, b: Tensor, precision: str) -> Tensor:
             case(m=100, n=136, k=72, dtype="fp16"),  # tails that 16-byte loads can bear
             case(m=300, n=200, k=136, dtype="bf16", layout="transposed", layout_b="contiguous", refused_by=TMA),
             case(m=1, n=128, k=256, dtype="bf16"),  # one row
-            case(m=5, n=67, k=1032, dtype="fp16"),  # a few rows, and a part of K that is not whole
+            case({"gluon": "multiple of 8"}, m=5, n=67, k=1032, dtype="fp16"),  # a few rows
             case(m=8, n=40, k=520, dtype="bf16"),
             case({"gluon": "multiple of 8"}, m=1, n=33, k=64, dtype="fp16"),  # one that does not end on 16 bytes
             case(m=17, n=40, k=1, dtype="fp16", layout_b="misaligned", refused_by=TMA),  # nor start there
