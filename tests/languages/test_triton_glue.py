@@ -123,6 +123,14 @@ def test_code_is_looked_at_where_tensors_cannot_be_loaded_by_16_bytes(change, ar
     assert compiled == looked_at
 
 
+def test_the_interpreter_is_given_floats_that_fp32_holds():
+    """It would make fp64 of others, as of a scale of 1e-50."""
+    group = NamedTuple("Group", [("scale", float), ("rows", int)])
+    given = triton_glue._in_fp32(group(-1e-50, 3)), triton_glue._in_fp32((2.0**-126, "x"))
+    assert given == (group(0.0, 3), (2.0**-126, "x")) and str(given[0].scale) == "-0.0"
+    assert triton_glue._in_fp32(float("nan")) != triton_glue._in_fp32(float("nan"))
+
+
 def test_every_device_has_its_own_code(current):
     kernel, run = scale()
     for index in (0, 1, 0, 1):
