@@ -125,9 +125,13 @@ def test_code_is_looked_at_where_tensors_cannot_be_loaded_by_16_bytes(change, ar
 
 def test_the_interpreter_is_given_floats_that_fp32_holds():
     """It would make fp64 of others, as of a scale of 1e-50."""
-    group = NamedTuple("Group", [("scale", float), ("rows", int)])
-    given = triton_glue._in_fp32(group(-1e-50, 3)), triton_glue._in_fp32((2.0**-126, "x"))
-    assert given == (group(0.0, 3), (2.0**-126, "x")) and str(given[0].scale) == "-0.0"
+
+    class Group(NamedTuple):
+        scale: float
+        rows: int
+
+    given = triton_glue._in_fp32(Group(-1e-50, 3)), triton_glue._in_fp32((2.0**-126, "x"))
+    assert given == (Group(0.0, 3), (2.0**-126, "x")) and str(given[0].scale) == "-0.0"
     assert triton_glue._in_fp32(float("nan")) != triton_glue._in_fp32(float("nan"))
 
 
