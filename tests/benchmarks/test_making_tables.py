@@ -41,6 +41,7 @@ def test_every_table_of_an_h200_has_a_command(tables):
     assert there - otherwise <= made
 
 
+@pytest.mark.slow
 def test_tables_are_joined_and_what_is_there_is_not_made_again(tables, tmp_path, capfd):
     chosen = tables.tables(PAGE)[:2]
     assert tables.make(chosen, tmp_path, minutes=0) == 0 and not (tmp_path / "x.csv").exists()

@@ -83,8 +83,8 @@ def test_autograd_through_the_op_is_that_of_its_reference(name, params, with_sin
     found = gradients(op, given, torch.float32, sinks, scale=0.3)
     expected = gradients(reference(op), given, torch.float64, sinks, scale=0.3)
     assert len(found) == len(expected) == 3 + with_sinks
-    for ours, theirs in zip(found, expected):
-        assert (ours - theirs).norm() <= 3e-6 * theirs.norm()
+    for ours, theirs, most in zip(found, expected, (3e-6, 3e-6, 3e-6, 2e-5)):  # a sink's may cancel
+        assert (ours - theirs).norm() <= most * theirs.norm()
 
 
 def test_the_lse_alone_has_gradients():
