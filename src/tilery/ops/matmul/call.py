@@ -23,8 +23,8 @@ def layout(x: TensorSpec) -> str:
 def warps_of_k(k: int) -> int | None:
     """Warps that share K without tensor cores: eight or four, whose loads of 16 bytes a thread are nearly all full.
 
-    None where in both ways more than a sixth of the loads would be empty. On an H200 K = 1152 and 2304 took 1.2 times
-    as long so as by `cuda.hopper`.
+    None where in both ways more than a sixth of the loads would be empty. On an H200 K = 1152 and 2304 took 1.2 and
+    1.3 times as long so as by `cuda.hopper`.
     """
     vectors = k // 8
     for warps in (8, 4):
