@@ -23,6 +23,10 @@ def found(*lines):
         (["R2UR UR6, R3", "R2UR UR7, R4", "HGMMA.64x16x16.F32 R8, gdesc[UR4], R8, gsb0", "EXIT"], {4, 5}),
         ([*START, "UIMAD.WIDE UR4, UR2, UR3, URZ", "UMOV UR6, UR5", "EXIT"], set()),
         ([*START, "UIMAD.WIDE UR4, UR2, 0x4, UR6", "EXIT"], {6, 7}),
+        (["UMOV UR2, 0x1", "UPRMT UR4, UR2, 0x7632, UR4", "EXIT"], set()),  # half of a register, and whatever above it
+        (["UMOV UR2, 0x1", "UPRMT UR4, UR3, 0x7632, UR4", "EXIT"], {3}),
+        (["UMOV UR2, 0x1", "UPRMT UR4, UR2, 0x5410, UR4", "EXIT"], {4}),  # both halves
+        (["UMOV UR2, 0x1", "UPRMT UR4, UR2, 0x7632, UR5", "EXIT"], {5}),
         (["@P0 BRA 0x20", "UMOV UR2, 0x1", "UMOV UR3, UR2", "EXIT"], {2}),  # on one of two paths
         (["BRA P2, 0x20", "UMOV UR2, 0x1", "UMOV UR3, UR2", "EXIT"], {2}),
         (["BRA 0x20", "UMOV UR3, UR2", "EXIT"], set()),  # no path comes there

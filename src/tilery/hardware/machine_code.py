@@ -11,6 +11,7 @@ _LINE = re.compile(
 _PREDICATE = re.compile(r"!?U?P[T\d]$")
 _UNIFORM = re.compile(r"(?P<kind>g?desc\[)?\bUR(?P<number>\d+)\b")
 _ALL = frozenset(range(63))
+_UPPER_HALF = "0x7632"  # UPRMT's selector: the upper 16 bits of a become the lower ones; above them come those of c
 
 
 class Instruction(NamedTuple):
@@ -58,6 +59,8 @@ def _instruction(line: re.Match[str], after: int) -> Instruction:
     if operands and (first := re.fullmatch(r"UR(\d+)", operands[0])):
         writes = _pair(int(first[1]), ".64" in name or ".WIDE" in name)
         operands = operands[1:]
+        if name == "UPRMT" and operands[1] == _UPPER_HALF and operands[2] == f"UR{first[1]}":
+            operands = operands[:1]  # c is the destination: ptxas writes so where nobody asks what lies above
     reads = {n for i, operand in enumerate(operands) for n in _read(name, i, operand, operands)}
     return Instruction(line[0].strip(), frozenset(reads), frozenset(writes), _next(line, name, conditions, after))
 

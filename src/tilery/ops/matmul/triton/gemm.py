@@ -121,10 +121,11 @@ class Gemm(Kernel):
             if call.precision == "tf32" and m > 64:
                 return Config(128, 2 * wide, 32, num_warps=8, num_stages=3)
             return Config(64, wide, 32, num_warps=8, num_stages=2)
-        if m > 32 and not _loads_vectors(call):
-            return Config(128, 2 * wide, 32, num_warps=8, num_stages=2) if m > 128 else Config(64, wide, 32, 4, 2)
+        vectors = _loads_vectors(call)
         if m <= 32:  # few rows: narrow tiles, so that there are enough of them
-            return Config(16 if m <= 16 else 32, wide, 128, num_warps=4, num_stages=4)
+            return Config(16 if m <= 16 else 32, wide, 128 if vectors else 64, num_warps=4, num_stages=4)
+        if not vectors:
+            return Config(128, 2 * wide, 32, num_warps=8, num_stages=2) if m > 128 else Config(64, wide, 32, 4, 2)
         if m <= 128:
             return Config(64, wide, 128, num_warps=4, num_stages=3)
         return Config(128, 2 * wide, 64, num_warps=8, num_stages=3)  # 4096³ on an H200: 201 µs, 128 × 256 takes 263
