@@ -108,16 +108,13 @@ QUOTE = re.compile(
 def wrong_quotes(block: Block) -> Iterator[str]:
     """`1.19 ×<!-- mean fp8-h200.csv peer=deepgemm M<=128 -->`: function, file, column if not the ratio, conditions."""
     for found in QUOTE.finditer(block.text):
-        file, *words = found["rest"].split()
-        column = next((word for word in words if not re.search(r"[<>=]", word)), None)
-        rows = chosen(file, [word for word in words if word != column])
-        source = f"{found['what']} {found['rest']}"
-        if not rows or (found["what"] == "value" and len(rows) > 1):
-            wanted = "one row" if found["what"] == "value" else "rows"
-            yield f"line {block.line}: expected {wanted} for {source}, got {len(rows)}"
+        try:
+            value, file, rows = quoted(found)
+        except Wrong as why:
+            yield f"line {block.line}: {why}"
             continue
-        value = _computed(found["what"], rows, column)
         if not agrees(found["number"], value):
+            source = f"{found['what']} {found['rest']}"
             yield f"line {block.line}: {found['number']} is printed, results/{file} has {value:.5g} ({source})"
         yield from unmarked(block, file, rows)
     left = len(re.findall(rf"<!--\s*(?:{'|'.join(FUNCTIONS)})\s", block.text)) - len(QUOTE.findall(block.text))
@@ -125,11 +122,18 @@ def wrong_quotes(block: Block) -> Iterator[str]:
         yield f"line {block.line}: expected a number right before each comment, got {left} without one"
 
 
-def _computed(function: str, rows: list[Result], column: str | None) -> float:
-    if function == "count":
-        return float(len(rows))
+def quoted(found: re.Match) -> tuple[float, str, list[Result]]:
+    """What a quote should print, and the file and rows that it comes from."""
+    file, *words = found["rest"].split()
+    column = next((word for word in words if not re.search(r"[<>=]", word)), None)
+    rows = chosen(file, [word for word in words if word != column])
+    if not rows or (found["what"] == "value" and len(rows) > 1):
+        wanted = "one row" if found["what"] == "value" else "rows"
+        raise Wrong(f"expected {wanted} for {found['what']} {found['rest']}, got {len(rows)}")
+    if found["what"] == "count":
+        return float(len(rows)), file, rows
     name = column or ("speedup" if "speedup" in rows[0].columns else "ratio")
-    return FUNCTIONS[function]([value_of(one, name) for one in rows])
+    return FUNCTIONS[found["what"]]([value_of(one, name) for one in rows]), file, rows
 
 
 def unmarked(block: Block, file: str, rows: list[Result]) -> Iterator[str]:
@@ -188,49 +192,78 @@ def _template(text: str) -> re.Pattern:
     return re.compile("".join(f"(?P<{part}>[\\w.]+)" if i % 2 else re.escape(part) for i, part in enumerate(parts)))
 
 
-def wrong_cells(block: Block) -> Iterator[str]:
-    """Of a table with a source: every number must be that of its row and column, as it is printed."""
-    source = TableSource.parse(block.table or "")
-    header, _, *lines = [
-        [cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.text.strip().splitlines()
-    ]
-    for at, cells in enumerate(lines):
-        where = f"line {block.line + 2 + at}, {cells[0]!r}"
-        matches = [(found, more) for key, more in source.keys if (found := key.fullmatch(cells[0]))]
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table with numbers in it: where it stands, and what says what they are."""
+
+    where: str
+    at: tuple[int, int]  # line of the block, cell of the line
+    text: str
+    column: Column
+    conditions: list[str]
+
+    @property
+    def numbers(self) -> list[str]:
+        return NUMBER.findall(self.text)
+
+    def row(self, file: str) -> Result:
+        """The row of the results that it shows."""
+        rows = chosen(file, self.conditions)
+        if len(rows) != 1:
+            raise Wrong(f"expected one row of results/{file} for {' '.join(self.conditions)}, got {len(rows)}")
+        if len(self.numbers) != len(self.column.values):
+            names = self.column.values
+            raise Wrong(f"expected {len(names)} numbers ({' '.join(names)}), got {self.text!r}")
+        return rows[0]
+
+
+def table_lines(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in text.strip().splitlines()]
+
+
+def cells(block: Block, source: TableSource) -> Iterator[Cell | str]:
+    """Every cell with a number, or why nothing says what it is."""
+    header, _, *lines = table_lines(block.text)
+    for at, (first, *others) in enumerate(lines, 2):
+        where = f"line {block.line + at}, {first!r}"
+        matches = [(found, more) for key, more in source.keys if (found := key.fullmatch(first))]
         if not matches:
             yield f"{where}: expected a row: of the from: comment to match, got none"
             continue
         found, more = matches[0]
         key = [*more, *(f"{name}={text}" for name, text in found.groupdict().items())]
-        for title, cell in zip(header[1:], cells[1:]):
-            yield from (f"{where}, {title!r}: {why}" for why in _wrong_cell(block, source, key, title, cell))
+        for i, (title, text) in enumerate(zip(header[1:], others), 1):
+            columns = [(column, seen) for column in source.columns if (seen := column.header.fullmatch(title))]
+            if not NUMBER.search(text):
+                continue
+            if not columns:
+                yield f"{where}, {title!r}: expected a column: of the from: comment to match, got none"
+                continue
+            column, seen = columns[0]
+            conditions = [*key, *column.conditions, *(f"{name}={text}" for name, text in seen.groupdict().items())]
+            yield Cell(f"{where}, {title!r}", (at, i), text, column, conditions)
 
 
-def _wrong_cell(block: Block, source: TableSource, key: list[str], title: str, cell: str) -> Iterator[str]:
-    matches = [(column, found) for column in source.columns if (found := column.header.fullmatch(title))]
-    numbers = NUMBER.findall(cell)
-    if not matches:
-        if numbers:
-            yield "expected a column: of the from: comment to match, got none"
-        return
-    column, found = matches[0]
-    conditions = [*key, *column.conditions, *(f"{name}={text}" for name, text in found.groupdict().items())]
-    if not numbers:
-        return
-    rows = chosen(source.file, conditions)
-    if len(rows) != 1:
-        yield f"expected one row of results/{source.file} for {' '.join(conditions)}, got {len(rows)}"
-        return
-    if len(numbers) != len(column.values):
-        yield f"expected {len(column.values)} numbers ({' '.join(column.values)}), got {cell!r}"
-        return
-    for printed, name in zip(numbers, column.values):
-        value = value_of(rows[0], name)
-        if not agrees(printed, value):
-            yield f"{printed} is printed, results/{source.file} has {name} = {value:.5g}"
-    if column.bold is not None and ("**" in cell) != rows[0].takes(column.bold):
-        yield f"expected {'bold' if rows[0].takes(column.bold) else 'no bold'} ({column.bold}), got {cell!r}"
-    yield from unmarked(block, source.file, rows)
+def wrong_cells(block: Block) -> Iterator[str]:
+    """Of a table with a source: every number must be that of its row and column, as it is printed."""
+    source = TableSource.parse(block.table or "")
+    for cell in cells(block, source):
+        if isinstance(cell, str):
+            yield cell
+            continue
+        try:
+            row = cell.row(source.file)
+        except Wrong as why:
+            yield f"{cell.where}: {why}"
+            continue
+        for printed, name in zip(cell.numbers, cell.column.values):
+            value = value_of(row, name)
+            if not agrees(printed, value):
+                yield f"{cell.where}: {printed} is printed, results/{source.file} has {name} = {value:.5g}"
+        bold = cell.column.bold
+        if bold is not None and ("**" in cell.text) != row.takes(bold):
+            yield f"{cell.where}: expected {'bold' if row.takes(bold) else 'no bold'} ({bold}), got {cell.text!r}"
+        yield from (f"{cell.where}: {why}" for why in unmarked(block, source.file, [row]))
 
 
 def unsourced(block: Block) -> Iterator[str]:

@@ -4,6 +4,7 @@ import pytest
 
 import figures
 import measured
+import write_figures
 from tilery.core.op import REGISTRY
 from tilery.measure.source_hash import source_hash
 
@@ -136,3 +137,28 @@ def test_a_screen_claims_nothing(made):
     text = "It is 1.00 ×<!-- mean x-screen.csv kernel=triton --> torch."
     assert "is a screen, which claims nothing" in figures.wrong(text)[0]
     assert figures.wrong(f"## A\n\n<!-- scan -->\n\nIn a screen. {text}") == []
+
+
+# Figures that are written.
+
+
+@pytest.mark.parametrize("document", figures.DOCUMENTS, ids=lambda path: path.name)
+def test_writing_changes_no_figure_that_is_right(document):
+    text = document.read_text(encoding="utf-8")
+    assert write_figures.written(text) == text
+
+
+def test_figures_are_written_with_the_digits_and_the_bold_face_that_they_need(made):
+    stale = TABLE.replace("2.0 | 2.00", "7.1 | **9.99**").replace("10.0 | **0.50**", "1.0 | 1.11")
+    assert stale != TABLE and figures.wrong(stale)
+    text = "1.23 ×<!-- mean x.csv kernel=triton --> over 7<!-- count x.csv kernel=triton --> rows, 9.99."
+    right = "1.00 ×<!-- mean x.csv kernel=triton --> over 2<!-- count x.csv kernel=triton --> rows, 9.99."
+    assert write_figures.written(f"{stale}\n{text}") == f"{TABLE}\n{right}"
+
+
+@pytest.mark.parametrize(
+    ("value", "like", "said"),
+    [(12.345, "9.9", "12.3"), (1234.5, "12,000", "1,234"), (0.000123, "1.0e-3", "1.2e-4"), (1e12, "1.5e3", "1.0e12")],
+)
+def test_a_number_keeps_its_form(value, like, said):
+    assert write_figures.printed(value, like) == said
