@@ -156,6 +156,7 @@ class Column:
     values: tuple[str, ...]
     conditions: tuple[str, ...]
     bold: str | None
+    name: str | None  # the column of the results whose text stands behind the numbers
 
 
 @dataclass(frozen=True)
@@ -178,9 +179,10 @@ class TableSource:
                 keys.append((_template(shown), (*everywhere, *" ".join(parts).split())))
             elif kind == "column":
                 header, _, values = shown.rpartition("=")
-                bold = next((part.removeprefix("bold ") for part in parts if part.startswith("bold ")), None)
-                conditions = " ".join(part for part in parts if not part.startswith("bold ")).split()
-                columns.append(Column(_template(header.strip()), tuple(values.split()), tuple(conditions), bold))
+                said = {part.partition(" ")[0]: part.partition(" ")[2] for part in parts}
+                conditions = " ".join(part for part in parts if part.partition(" ")[0] not in ("bold", "name")).split()
+                column = _template(header.strip()), tuple(values.split()), tuple(conditions)
+                columns.append(Column(*column, said.get("bold"), said.get("name")))
             else:
                 raise Wrong(f"expected row: or column: in a from: comment, got {line!r}")
         return cls(file, tuple(keys), tuple(columns))
@@ -205,6 +207,11 @@ class Cell:
     @property
     def numbers(self) -> list[str]:
         return NUMBER.findall(self.text)
+
+    @property
+    def name(self) -> str:
+        """What stands behind the numbers."""
+        return self.text.rpartition(" ")[2]
 
     def row(self, file: str) -> Result:
         """The row of the results that it shows."""
@@ -263,6 +270,9 @@ def wrong_cells(block: Block) -> Iterator[str]:
         bold = cell.column.bold
         if bold is not None and ("**" in cell.text) != row.takes(bold):
             yield f"{cell.where}: expected {'bold' if row.takes(bold) else 'no bold'} ({bold}), got {cell.text!r}"
+        if cell.column.name is not None and cell.name != row.columns[cell.column.name]:
+            right = f"{cell.column.name} = {row.columns[cell.column.name]}"
+            yield f"{cell.where}: {cell.name!r} is printed, results/{source.file} has {right}"
         yield from (f"{cell.where}: {why}" for why in unmarked(block, source.file, [row]))
 
 

@@ -42,14 +42,14 @@ softmax,triton,"m=32,n=64",pass,,GPU,0.1,0.01,1,1,0.5,0.4,0.6,HASH
 TABLE = """
 <!-- from: x.csv op=softmax
 row: {m}, {n}
-column: ours = us; kernel=triton
+column: ours = us; kernel=triton; name kernel
 column: torch = us ratio; kernel=baseline:torch
 column: × = ratio; kernel=triton; bold ratio_high<0.98 -->
 
 | M, N | ours | × |
 |---|---|---|
-| 16, 64 | 2.0 | 2.00 |
-| 32, 64 | 10.0 | **0.50** |
+| 16, 64 | 2.0 triton | 2.00 |
+| 32, 64 | 10.0 triton | **0.50** |
 """
 
 
@@ -89,14 +89,15 @@ def test_right_figures_pass(made, text):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (TABLE.replace("| 2.0 |", "| 2.1 |"), "2.1 is printed, results/x.csv has us = 2"),
+        (TABLE.replace("| 2.0 triton", "| 2.1 triton"), "2.1 is printed, results/x.csv has us = 2"),
         (TABLE.replace("2.00", "2.01"), "2.01 is printed, results/x.csv has ratio = 2"),
         (TABLE.replace("**0.50**", "0.50"), "expected bold"),
         (TABLE.replace("2.00", "**2.00**"), "expected no bold"),
         (TABLE.replace("16, 64 |", "17, 64 |"), "expected one row of results/x.csv"),
         (TABLE.replace("| 16, 64", "| all"), "expected a row: of the from: comment to match"),
         (TABLE.replace("| × |", "| times |"), "expected a column: of the from: comment to match"),
-        (TABLE.replace("| 2.0 |", "| 2.0 (1.0) |"), "expected 1 numbers"),
+        (TABLE.replace("| 2.0 triton", "| 2.0 (1.0) triton"), "expected 1 numbers"),
+        (TABLE.replace("2.0 triton", "2.0 cuda"), "'cuda' is printed, results/x.csv has kernel = triton"),
         (TABLE.replace("x.csv", "y.csv"), "expected a file of results/, got 'y.csv'"),
         (TABLE.replace("= us; kernel=triton", "= us; kernel"), "expected a condition such as"),
         (TABLE.replace("ours = us;", "ours = ns;"), "expected a number in the column ns"),
@@ -149,7 +150,8 @@ def test_writing_changes_no_figure_that_is_right(document):
 
 
 def test_figures_are_written_with_the_digits_and_the_bold_face_that_they_need(made):
-    stale = TABLE.replace("2.0 | 2.00", "7.1 | **9.99**").replace("10.0 | **0.50**", "1.0 | 1.11")
+    stale = TABLE.replace("2.0 triton | 2.00", "7.1 cuda | **9.99**")
+    stale = stale.replace("10.0 triton | **0.50**", "1.0 triton | 1.11")
     assert stale != TABLE and figures.wrong(stale)
     text = "1.23 ×<!-- mean x.csv kernel=triton --> over 7<!-- count x.csv kernel=triton --> rows, 9.99."
     right = "1.00 ×<!-- mean x.csv kernel=triton --> over 2<!-- count x.csv kernel=triton --> rows, 9.99."

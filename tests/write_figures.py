@@ -72,7 +72,9 @@ def _with_numbers(cell: figures.Cell, source: figures.TableSource) -> str:
         numbers[ratio] = f"**{numbers[ratio]}**"
     given = iter(numbers)
     plain = cell.text if cell.column.bold is None else cell.text.replace("**", "")
-    return NUMBER.sub(lambda _: next(given), plain)
+    text = NUMBER.sub(lambda _: next(given), plain)
+    name = cell.column.name
+    return text if name is None else f"{text.removesuffix(cell.name)}{row.columns[name]}"
 
 
 def main(names: list[str]) -> int:

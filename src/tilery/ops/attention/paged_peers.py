@@ -18,20 +18,20 @@ from tilery.core.peers import Saved
 host_list = Saved(lambda x: x.tolist())
 
 
-def _require_without(who: str, **given: Any) -> None:
+def require_without(who: str, **given: Any) -> None:
     """Refuse what the peer does not know."""
     for name, value in given.items():
         if isinstance(value, Tensor) or value:
             raise NotImplementedError(f"{who} has no {name}")
 
 
-def _max_keys(cache: Tensor, table: Tensor | None) -> int:
+def max_keys(cache: Tensor, table: Tensor | None) -> int:
     return cache.shape[1] * (1 if table is None else table.shape[1])
 
 
 def full(cache: Tensor, lengths: Tensor, table: Tensor | None) -> bool:
     """Whether every sequence is as long as it may be."""
-    return all(n == _max_keys(cache, table) for n in host_list(lengths))
+    return all(n == max_keys(cache, table) for n in host_list(lengths))
 
 
 def in_one_piece(cache: Tensor, lengths: Tensor, table: Tensor | None) -> Tensor:
@@ -98,9 +98,9 @@ def decode_sdpa(
     v_scale: Any, sinks: Any, scale: float | None, window: int, softcap: float, *, masked: bool = False,
 ) -> Tensor:  # fmt: skip
     """With a mask where sequences are not full, and always for several queries if `masked`."""
-    _require_without("torch's attention", sinks=sinks, softcap=softcap)
+    require_without("torch's attention", sinks=sinks, softcap=softcap)
     query, k, v = _ready(q, k_cache, v_cache, lengths, block_table, k_scale, v_scale)
-    queries, keys, mask = q.shape[1], _max_keys(k_cache, block_table), None
+    queries, keys, mask = q.shape[1], max_keys(k_cache, block_table), None
     if window or not full(k_cache, lengths, block_table) or (masked and queries > 1) or queries > keys:
         mask = masks(lengths, queries, keys, window, q.dtype)
     elif queries > 1:
@@ -121,8 +121,8 @@ def decode_cudnn_each(
     v_scale: Any, sinks: Any, scale: float | None, window: int, softcap: float,
 ) -> Tensor:  # fmt: skip
     """A call for each token, which sees the keys before it and needs no mask."""
-    _require_without("cuDNN, a call for each token,", sinks=sinks, window=window, softcap=softcap)
-    queries, keys = q.shape[1], _max_keys(k_cache, block_table)
+    require_without("cuDNN, a call for each token,", sinks=sinks, window=window, softcap=softcap)
+    queries, keys = q.shape[1], max_keys(k_cache, block_table)
     if queries == 1:
         raise NotImplementedError("for one token this is what cuDNN does anyway")
     if queries > keys or not full(k_cache, lengths, block_table):
@@ -142,7 +142,7 @@ def decode_flash(
     v_scale: Any, sinks: Any, scale: float | None, window: int, softcap: float,
 ) -> Tensor:  # fmt: skip
     """It takes no mask: all sequences must be full; its causal queries are at the last positions."""
-    _require_without("torch's FlashAttention", sinks=sinks, window=window, softcap=softcap)
+    require_without("torch's FlashAttention", sinks=sinks, window=window, softcap=softcap)
     if not full(k_cache, lengths, block_table):
         raise NotImplementedError("torch's FlashAttention takes full sequences alone")
     qkv = _ready(q, k_cache, v_cache, lengths, block_table, k_scale, v_scale)
@@ -172,7 +172,7 @@ def chunked_sdpa(
     """A call for each sequence, sizes known to the host; with a mask in memory for windows, or if `masked`."""
     from torch.nn.attention.bias import causal_lower_right  # imports Triton
 
-    _require_without("torch's attention", k_scale=k_scale, sinks=sinks, softcap=softcap)
+    require_without("torch's attention", k_scale=k_scale, sinks=sinks, softcap=softcap)
     out, sizes = torch.empty_like(q), tuple(b - a for a, b in pairwise(host_list(cu_seqlens_q)))
     for b, tokens, (query, k, v) in _chunks(q, k_cache, v_cache, cu_seqlens_q, lengths, block_table):
         rows, keys = query.shape[2], k.shape[2]
@@ -196,7 +196,7 @@ def chunked_flash(
     k_scale: Any, v_scale: Any, sinks: Any, scale: float | None, window: int, softcap: float, max_seqlen_q: int,
 ) -> Tensor:  # fmt: skip
     """Its causal mask is bottom-right."""
-    _require_without("torch's FlashAttention", k_scale=k_scale, sinks=sinks, window=window, softcap=softcap)
+    require_without("torch's FlashAttention", k_scale=k_scale, sinks=sinks, window=window, softcap=softcap)
     out = torch.empty_like(q)
     for _, tokens, qkv in _chunks(q, k_cache, v_cache, cu_seqlens_q, lengths, block_table):
         made: Any = torch.ops.aten._scaled_dot_product_flash_attention(*qkv, 0.0, True, scale=scale)
@@ -229,7 +229,7 @@ def cascade(
     scale: float | None, softcap: float,
 ) -> Tensor:  # fmt: skip
     """Each sequence with a copy of its prefix, which all of its tokens must have."""
-    _require_without("torch's attention", k_scale=k_scale, v_scale=v_scale, sinks=sinks, softcap=softcap)
+    require_without("torch's attention", k_scale=k_scale, v_scale=v_scale, sinks=sinks, softcap=softcap)
     sequences, queries = q.shape[:2]
     where = lengths, block_table, prefix_lengths, prefix_table, cu_prefix_q, queries
     k, v = _keys(k_cache, *where), _values(v_cache, *where)

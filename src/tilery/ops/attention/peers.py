@@ -18,7 +18,7 @@ from tilery.ops.attention.paged_peers import host_list
 _NAMES = tuple(inspect.signature(reference.attention_lse).parameters)  # the arguments of attention, in their order
 
 
-def _named(args: tuple[Any, ...]) -> Any:
+def named(args: tuple[Any, ...]) -> Any:
     return AttentionCall(dict(zip(_NAMES, args, strict=True)))
 
 
@@ -37,7 +37,7 @@ def _require_in_torch(call: Any, who: str) -> None:
 
 def torch_sdpa(*args: Any) -> Tensor:
     """scaled_dot_product_attention, with the kernel that torch chooses; of packed sequences a call for each."""
-    call = _named(args)
+    call = named(args)
     if call.cu_seqlens_q is None:
         return _sdpa(call, "torch's attention")
     _require_in_torch(call, "torch's attention")
@@ -54,7 +54,7 @@ def torch_sdpa(*args: Any) -> Tensor:
 
 
 def cudnn(*args: Any) -> Tensor:
-    call = _named(args)
+    call = named(args)
     if call.causal and call.tokens != call.key_tokens:
         raise NotImplementedError("torch gives cuDNN no mask of fewer queries than keys")
     _require_without(call, "cuDNN, as torch calls it,", "cu_seqlens_q", "window")
@@ -78,7 +78,7 @@ def cudnn_lse(*args: Any) -> tuple[Tensor, None]:
 
 def flash_lse(*args: Any) -> tuple[Tensor, Tensor]:
     """FlashAttention-2, as torch's attention calls it."""
-    call = _named(args)
+    call = named(args)
     _require_without(call, "torch's FlashAttention", "key_mask", "bias", "slopes", "sinks", "softcap", "q_scale")
     turned = call.layout == "bhsd"
     q, k, v = (x.transpose(1, 2) if turned else x for x in (call.q, call.k, call.v))
