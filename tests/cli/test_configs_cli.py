@@ -276,7 +276,7 @@ def test_verify_says_what_is_stale_wrong_or_slower(measured, given, found, reaso
 @pytest.mark.parametrize(("ms", "interval"), [(1.04e3, [1e3, 1e3]), (1.2e3, [0.9e3, 1.3e3])])
 def test_within_five_per_cent_or_the_interval_is_not_slower(measured, ms, interval):
     tuned.write(softmax, SLUG, [entry(OTHER, interval=interval)])
-    measured([(OTHER, ("good", ms))])
+    measured([(OTHER, ("good", ms)), (DEFAULT, ("good", ms))])
     assert verdicts(code=0) == [("pass", "")]
 
 
@@ -309,6 +309,22 @@ def test_fix_keeps_the_first_of_those_alike(measured):
     measured([(OTHER, ("good", 1e3)), (DEFAULT, ("good", 0.995e3))])
     run("verify", "--fix")
     assert [e.config for e in tuned.read(path, softmax)] == [OTHER]
+
+
+def test_an_entry_slower_than_the_default_fails_and_is_fixed(measured):
+    path = tuned.write(softmax, SLUG, [entry(OTHER)])
+    measured([(OTHER, ("good", 1e3)), (DEFAULT, ("good", 900.0))])
+    ((status, reason),) = verdicts("--fix", code=0)
+    assert status == "fail"
+    assert reason == f"slower than what runs untuned: 1000 ms, {TILES} by default 900.1 (1.11 times)"
+    assert [e.config for e in tuned.read(path, softmax)] == [DEFAULT]
+
+
+@pytest.mark.parametrize("ms", [995.0, 1100.0])
+def test_an_entry_as_fast_as_the_default_passes(measured, ms):
+    tuned.write(softmax, SLUG, [entry(OTHER)])
+    measured([(OTHER, ("good", 1e3)), (DEFAULT, ("good", ms))])
+    assert verdicts(code=0) == [("pass", "")]
 
 
 def test_a_shipped_entry_is_verified_and_mended_in_the_users_folder(measured, ship):
@@ -393,6 +409,6 @@ def test_verify_measures_in_a_real_worker():
          entry(fast, kernel="numba", rank=1, ms=1e-9, interval=[1e-9, 1e-9])],
     )  # fmt: skip
     first, second = run_json("verify", "softmax", code=1)["rows"]
-    assert first["status"] == "pass" and 0 < first["ms"] < 1e9 and 0 < first["error"] < 1e-5
+    assert not first["reason"].startswith("slower:") and 0 < first["ms"] < 1e9 and 0 < first["error"] < 1e-5
     assert second["status"] == "fail" and second["reason"].startswith("slower: ")
     assert len(tuned.read(path, softmax)) == 2

@@ -40,6 +40,7 @@ class Item:
     built: Built = dataclasses.field(default_factory=Built)
     reason: str = ""  # why it was not measured
     refused: bool = False
+    beaten: str = ""  # what is faster without being tuned
 
     @property
     def good(self) -> bool:
@@ -53,7 +54,7 @@ class Item:
         found = [f"stale: {'; '.join(changed)}"] if (changed := tuned.stale(self.entry)) else []
         found += [f"refused: {self.reason}"] if self.refused else []
         if self.measured is not None:
-            found += [_slower(self.entry, self.measured)] if self.good else [_bad(self.measured)]
+            found += [_slower(self.entry, self.measured), self.beaten] if self.good else [_bad(self.measured)]
         return [each for each in found if each]
 
 
@@ -151,6 +152,21 @@ def measure(group: Group, pool: Pool, progress: Callable[[str], None] = lambda _
     answers = worker.measure(job, lambda candidate, what: progress(f"{group.problem}: {candidate or ''} {what}"))
     for item, answer in zip(able, answers, strict=True):
         item.measured = dataclasses.replace(answer, built=item.built)
+    _note_beaten(group)
+
+
+def _note_beaten(group: Group) -> None:
+    """Of the fastest entry: dispatch takes it, so it must not be slower than what would run without it."""
+    good = [item for item in group.items if item.good]
+    untuned = next((item for item in good if item.kind == DEFAULT), None)
+    best = min((item for item in good if item.kind == ENTRY), key=lambda item: _found(item).ms, default=None)
+    if untuned is None or best is None or _ratio_low(best, untuned) <= _ALIKE:
+        return
+    slow, fast = _found(best).ms, _found(untuned).ms
+    best.beaten = (
+        f"slower than what runs untuned: {slow:.4g} ms, {untuned.entry.kernel} by default {fast:.4g} "
+        f"({slow / fast:.2f} times)"
+    )
 
 
 def _compile(group: Group, items: list[Item], pool: Pool) -> None:

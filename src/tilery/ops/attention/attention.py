@@ -8,7 +8,7 @@ from torch import Tensor
 from tilery.base.spec import Bucket, Cost, TensorSpec, dtype_name
 from tilery.core.op import Op, op
 from tilery.core.peers import baselines
-from tilery.ops.attention import backward_cases, cases, peers, reference
+from tilery.ops.attention import backward_cases, cases, flashinfer_peers, peers, reference
 from tilery.ops.attention.attention_sinks_backward import attention_sinks_backward
 from tilery.ops.attention.call import AttentionCall, BackwardCall
 from tilery.ops.attention.checks import (
@@ -229,7 +229,9 @@ def attention_lse(
         "triton": "tilery.ops.attention.triton.forward:attention",
         "cutile": "tilery.ops.attention.cutile.forward:attention",
     },
-    baselines=baselines(torch=peers.torch_sdpa, cudnn=peers.cudnn, flash=peers.flash),
+    baselines=baselines(
+        torch=peers.torch_sdpa, cudnn=peers.cudnn, flash=peers.flash, flashinfer=flashinfer_peers.attention
+    ),
     model_sizes=model_sizes, backward=_backward, backward_refusal=backward_refusal,
     cases={"test": cases.cases() + cases.wrong_cases(), **cases.bench_cases()},
 )  # fmt: skip

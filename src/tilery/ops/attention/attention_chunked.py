@@ -11,7 +11,7 @@ from tilery.base.spec import Bucket, Cost
 from tilery.core.indices import require_offsets
 from tilery.core.op import op
 from tilery.core.peers import baselines
-from tilery.ops.attention import paged, paged_peers
+from tilery.ops.attention import flashinfer_peers, paged, paged_peers
 from tilery.ops.attention.attention import model_sizes
 from tilery.ops.attention.call import PagedCall
 from tilery.ops.attention.checks import check_scale
@@ -55,7 +55,8 @@ def bucket(call: PagedCall) -> Bucket:
         "triton": "tilery.ops.attention.triton.paged:attention_chunked",
     },
     baselines=baselines(
-        torch=paged_peers.chunked_sdpa, cudnn=paged_peers.chunked_cudnn, flash=paged_peers.chunked_flash
+        torch=paged_peers.chunked_sdpa, cudnn=paged_peers.chunked_cudnn, flash=paged_peers.chunked_flash,
+        flashinfer=flashinfer_peers.chunked,
     ),
     model_sizes=model_sizes, cases=chunked_cases(),
 )  # fmt: skip

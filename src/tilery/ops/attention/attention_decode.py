@@ -9,7 +9,7 @@ from tilery.base.errors import require
 from tilery.base.spec import Bucket, Cost
 from tilery.core.op import op
 from tilery.core.peers import baselines
-from tilery.ops.attention import paged, paged_peers
+from tilery.ops.attention import flashinfer_peers, paged, paged_peers
 from tilery.ops.attention.attention import model_sizes
 from tilery.ops.attention.call import PagedCall
 from tilery.ops.attention.checks import check_scale
@@ -60,7 +60,7 @@ def bucket(call: PagedCall) -> Bucket:
     },
     baselines=baselines(
         torch=paged_peers.decode_sdpa, cudnn=paged_peers.decode_cudnn, cudnn_each=paged_peers.decode_cudnn_each,
-        flash=paged_peers.decode_flash,
+        flash=paged_peers.decode_flash, flashinfer=flashinfer_peers.decode,
     ),
     model_sizes=model_sizes, cases=decode_cases(),
 )  # fmt: skip

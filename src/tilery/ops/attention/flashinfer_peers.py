@@ -1,9 +1,9 @@
 """FlashInfer, which attention, attention_decode and attention_chunked are held against.
 
-Its wrappers plan on the host how the work of given lengths is split, then run as often as one likes. A plan is made when
-lengths are first seen, so it is in nobody's time and a CUDA graph captures the run alone. Each wrapper keeps its plan in
-an int workspace of its own. What parts of a sequence's keys give is in a float workspace that no plan writes to: the
-wrappers of a device share it, as they run one after another.
+Its wrappers plan on the host how the work of given lengths is split, then run as often as one likes. A plan is made
+when lengths are first seen, so it is in nobody's time and a CUDA graph captures the run alone. Each wrapper keeps its
+plan in an int workspace of its own. What parts of a sequence's keys give is in a float workspace that no plan writes
+to: the wrappers of a device share it, as they run one after another.
 """
 
 import functools
@@ -121,7 +121,8 @@ def _packed(call: Any, options: dict[str, Any]) -> Tensor:
     tokens, keys = starts[-1], key_starts[-1]
     out = _room(call.q, tokens, call.value_dim)
     if tokens:
-        plan = _ragged(call.q, starts, key_starts, (call.heads, call.kv_heads, call.head_dim, call.value_dim), options)
+        sizes = call.heads, call.kv_heads, call.head_dim, call.value_dim
+        plan = _ragged(call.q, starts, key_starts, sizes, options)
         plan.run(call.q[:tokens], call.k[:keys], call.v[:keys], out=out[:tokens])
     return out
 
@@ -133,8 +134,9 @@ def _dense(call: Any, options: dict[str, Any]) -> Tensor:
     if out.numel():
         joined = all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in (q, k, v))
         batch = call.batch if joined else 1
-        starts, key_starts = ([*range(0, (batch + 1) * x, x)] if x else [0] * (batch + 1) for x in (call.queries, call.keys))
-        plan = _ragged(call.q, starts, key_starts, (call.heads, call.kv_heads, call.head_dim, call.value_dim), options)
+        sizes = call.heads, call.kv_heads, call.head_dim, call.value_dim
+        edges = ([x * i for i in range(batch + 1)] for x in (call.queries, call.keys))
+        plan = _ragged(call.q, *edges, sizes, options)
         parts = [[x.flatten(0, 1) for x in (q, k, v, out)]] if joined else zip(q, k, v, out)
         for *qkv, into in parts:
             plan.run(*qkv, out=into)
@@ -169,7 +171,7 @@ def decode(
 ) -> Tensor:  # fmt: skip
     """One token by what it has for decoding; several as a prefill by FA2, which alone splits keys."""
     require_without(_WHO, k_scale=k_scale, v_scale=v_scale, sinks=sinks)
-    batch, queries = q.shape[:2]
+    queries = q.shape[1]
     window = effective_window(window, queries, max_keys(k_cache, block_table))
     options = _options(q, k_cache, v_cache, scale, window, softcap)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -207,7 +209,7 @@ def _as_pages(cache: Tensor, table: Tensor | None) -> Tensor:
     if table is not None:
         return cache
     sequences, keys = cache.shape[:2]
-    if sequences > 1 and cache.stride(0) != keys * cache.stride(1):
+    if sequences > 1 and keys and cache.stride(0) != keys * cache.stride(1):
         raise NotImplementedError(f"{_WHO} takes a cache whose sequences lie one after another")
     size = math.gcd(keys, _PAGE)
     return cache.view(sequences * keys // size, size, *cache.shape[2:])
