@@ -30,6 +30,12 @@ def test_a_table_without_a_source_is_said_to_be_not_yet_re_measured():
         assert current or line.endswith(("not by the protocol |", "no `source` |", "a screen |")), line
 
 
+def test_a_row_that_was_not_timed_has_no_kernel_to_be_current():
+    refused = {"op": "softmax", "kernel": "triton", "status": "refused", "ms": "", "source": ""}
+    assert measured.Result("x.csv", refused).is_current
+    assert not measured.Result("x.csv", refused | {"status": "pass", "ms": 0.1}).is_current
+
+
 # What is found, on a results file of two rows.
 
 ROWS = """\
