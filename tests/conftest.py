@@ -47,7 +47,7 @@ TRITON_36 = Path(sys.prefix) / "triton-3.6.0"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--fuzz-calls", type=int, default=15, help="random calls of each kernel (tests/fuzz)")
+    parser.addoption("--fuzz-calls", type=int, default=10, help="random calls of each kernel (tests/fuzz)")
     commit = (git_state() or {"commit": "none"})["commit"]  # other calls for every commit, the same for each run of it
     parser.addoption("--fuzz-seed", default=commit[:8], help="what they are drawn from; else the commit")
 

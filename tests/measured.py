@@ -52,7 +52,7 @@ class Result:
 
     @property
     def is_current(self) -> bool:
-        """Whether the kernel is the one that was measured; what is no kernel of ours, or was not timed, has no source."""
+        """Whether the kernel is the one that was measured; what is not ours, or was not timed, has no source."""
         op, kernel = str(self.columns.get("op", "")), str(self.columns.get("kernel", ""))
         if not kernel or not is_ours(kernel) or self.columns.get("ms") == "":
             return True

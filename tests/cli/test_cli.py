@@ -170,7 +170,7 @@ def test_a_random_set_is_said_with_its_seed(at_hand):
     again = run_json(*words, name)
     assert again["shapes"] == name
     assert {r["case"] for r in again["rows"]} == {r["case"] for r in checked["rows"]}  # the same cases
-    fresh = re.search(r"--shapes (random:20:\d+)", " ".join(run(*words, "random").split()))[1]
+    fresh = re.search(r"--shapes (random:3:\d+)", " ".join(run(*words, "random:3").split()))[1]
     kept = [each for each in run_json("runs")["runs"] if each["machine"].get("shapes") in (name, fresh)]
     assert [each["machine"]["shapes"] for each in kept] == [name, fresh]
     assert f"({fresh})" in run("runs")  # the command does not say it
@@ -182,14 +182,14 @@ def test_check_compiles_what_cannot_run(without_a_gpu):
     assert [r["status"] for r in rows] == ["compiled"] * 3 and all(r["registers"] > 0 for r in rows)
 
 
-def test_torch_takes_part_whichever_peers_are_named():
+def test_torch_takes_part_whichever_peers_are_named(at_hand):
     words = ("bench", "softmax", "-b", "numba", "--case", "m=64,n=128,dtype=fp32", "--screen")
     for peers, there in (("liger", True), ("none", False)):
         kernels = {row["kernel"] for row in run_json(*words, "--peers", peers)["rows"]}
         assert {"baseline:torch", "control:torch"} <= kernels if there else "baseline:torch" not in kernels
 
 
-def test_rounds_and_turns_are_as_asked_for_and_kept():
+def test_rounds_and_turns_are_as_asked_for_and_kept(at_hand):
     words = ("bench", "softmax", "-b", "numba", "--case", "m=64,n=128,dtype=fp32", "--peers", "none")
     found = run_json(*words, "--rounds", "7", "--turn-ms", "1.5")
     assert found["protocol"] == "7 rounds of 1.5 ms turns" and found["minutes"] >= 0
@@ -213,7 +213,7 @@ def test_bench_prints_and_writes(tmp_path):
     assert "<svg" in picture.read_text() and "url(http" not in picture.read_text()
 
 
-def test_bench_adds_to_a_file_what_is_not_in_it(tmp_path):
+def test_bench_adds_to_a_file_what_is_not_in_it(tmp_path, at_hand):
     file = tmp_path / "rows.csv"
     words = ("bench", "softmax", "-b", "numba", "--screen", "--peers", "torch", "--csv", str(file), "--add")
     one, two = ("m=64,n=128,dtype=fp32", "m=65,n=128,dtype=fp32")
@@ -228,7 +228,7 @@ def test_bench_adds_to_a_file_what_is_not_in_it(tmp_path):
         app(("bench", "softmax", "--csv", str(file), "--add"), standalone_mode=False)
 
 
-def test_bench_begins_no_case_after_its_minutes(tmp_path):
+def test_bench_begins_no_case_after_its_minutes(tmp_path, at_hand):
     file = tmp_path / "rows.csv"
     sizes = ("--N", "64", "--K", "64", "--M", "1,2,3", "--csv-form", "rows")
     words = ("bench", "matmul", "-b", "numba", "--screen", "--peers", "none", *sizes, "--csv", str(file))

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import typer
 from rich.console import Console
 
@@ -20,6 +21,7 @@ from tilery.base.spec import Case
 from tilery.cli import bench, cache, check, compare, configs, doctor, ladder, ops, plan, runs, sanitize, tables, tune
 from tilery.cli import common as cli
 from tilery.cli.tables import Command, Paragraph, Reason, Reasons, Table, fact, figure, heading, key, long
+from tilery.measure import ceilings
 from tilery.measure.result import BASE, CONTROL, Row
 from tilery.measure.store import Store, import_runs
 from tilery.tuning.data import Candidate, Measured, Problem
@@ -127,6 +129,12 @@ def findings():
     ]
 
 
+def doctored(store):
+    """In a data folder that is new, where it would measure this machine's ceilings."""
+    ceilings.keep(torch.device("cpu"), ceilings.Ceilings(1e10, 1e10, 1e10, {"fp32": 1e11, "bf16": 1e11}, 1.0))
+    doctor.doctor(False, False)
+
+
 def listed_runs(store):
     runs.listed(SimpleNamespace(invoked_subcommand=None), False)
 
@@ -139,7 +147,7 @@ VERBS = {
     "configs list": lambda store: configs.listed(None, False),
     "configs show": lambda store: configs.show("softmax", None, False),
     "configs verify": lambda store: configs._print(verified(), []),
-    "doctor": lambda store: doctor.doctor(False, False),
+    "doctor": doctored,
     "ladder": lambda store: cli.say(ladder._table(ladder_rows())),
     "ops": lambda store: ops.ops(None, False, False),
     "plan": lambda store: plan.plan("deepseek-v3", 8, "64", 512, 4096, "h200", None, False),

@@ -25,8 +25,8 @@ def drawn(name, count, seed):
 
 @pytest.mark.parametrize("op", list(REGISTRY.values()), ids=lambda op: op.name)
 def test_an_op_takes_its_random_cases(op):
-    cases = shapes.cases(op, "random:30:7")
-    assert len({str(case) for case in cases}) == 30
+    cases = shapes.cases(op, "random:12:7")
+    assert len({str(case) for case in cases}) == 12
     for case in cases:
         tensors = [s for s in specs_for(op, case) if isinstance(s, TensorSpec)]
         assert sum(s.nbytes for s in tensors) <= 4 * 2**30, case
