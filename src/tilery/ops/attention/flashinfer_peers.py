@@ -35,7 +35,7 @@ _CALLS = 10
 
 
 class _Fastest:
-    """Of wrappers that have planned the same problem, the one that took the least time when it was first called."""
+    """Wrappers that have planned the same problem; the one that took the least time when first called runs."""
 
     def __init__(self, wrappers: list[Any]) -> None:
         self._wrappers = wrappers
@@ -252,7 +252,7 @@ def _plan_append(
     lengths: Tensor, table: Tensor | None, starts: list[int], pages: tuple[int, int], sizes: tuple[int, int, int],
     options: dict[str, Any], backends: tuple[str, ...],
 ) -> _Fastest:  # fmt: skip
-    """Of tokens that are the last of their sequences."""
+    """Plan attention of tokens that are the last of their sequences."""
     _require_keys(starts, host_list(lengths))
     edges, where = torch.tensor(starts, dtype=torch.int32), _page_lists(lengths, table, *pages)
 
