@@ -156,7 +156,7 @@ def measure(group: Group, pool: Pool, progress: Callable[[str], None] = lambda _
 
 
 def _note_beaten(group: Group) -> None:
-    """Note what beats the fastest entry: dispatch takes that one, so it must not be slower than what runs without it."""
+    """Note what beats the fastest entry, which dispatch takes: it must not be slower than what runs without it."""
     good = [item for item in group.items if item.good]
     untuned = next((item for item in good if item.kind == DEFAULT), None)
     best = min((item for item in good if item.kind == ENTRY), key=lambda item: _found(item).ms, default=None)
