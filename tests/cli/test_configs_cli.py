@@ -320,6 +320,14 @@ def test_an_entry_slower_than_the_default_fails_and_is_fixed(measured):
     assert [e.config for e in tuned.read(path, softmax)] == [DEFAULT]
 
 
+def test_the_entry_that_dispatch_takes_is_held_against_the_default_behind_it(measured):
+    path = tuned.write(softmax, SLUG, [entry(OTHER), entry(rank=1)])
+    measured([(OTHER, ("good", 1e3)), (DEFAULT, ("good", 900.0))])
+    (first, reason), behind = verdicts("--fix", code=0)
+    assert (first, behind) == ("fail", ("pass", "")) and reason.startswith("slower than what runs untuned")
+    assert tuned.read(path, softmax)[0].config == DEFAULT
+
+
 @pytest.mark.parametrize("ms", [995.0, 1100.0])
 def test_an_entry_as_fast_as_the_default_passes(measured, ms):
     tuned.write(softmax, SLUG, [entry(OTHER)])

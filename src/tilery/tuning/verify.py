@@ -138,7 +138,9 @@ def measure(group: Group, pool: Pool, progress: Callable[[str], None] = lambda _
     able = [item for item in group.items if not _refused(group, item)]
     if (untuned := _untuned(group)) is not None:
         same = (untuned.entry.kernel, untuned.entry.config)
-        if not any((i.entry.kernel, i.entry.config) == same for i in able):
+        if known := [i for i in able if (i.entry.kernel, i.entry.config) == same]:
+            untuned = known[0]
+        else:
             group.items.append(untuned)
             able.append(untuned)
     if group.where.type == "cuda":  # elsewhere compilers say nothing of registers and spills
@@ -152,18 +154,17 @@ def measure(group: Group, pool: Pool, progress: Callable[[str], None] = lambda _
     answers = worker.measure(job, lambda candidate, what: progress(f"{group.problem}: {candidate or ''} {what}"))
     for item, answer in zip(able, answers, strict=True):
         item.measured = dataclasses.replace(answer, built=item.built)
-    _note_beaten(group)
+    _note_beaten(group, untuned)
 
 
-def _note_beaten(group: Group) -> None:
-    """Note what beats the fastest entry, which dispatch takes: it must not be slower than what runs without it."""
-    good = [item for item in group.items if item.good]
-    untuned = next((item for item in good if item.kind == DEFAULT), None)
-    best = min((item for item in good if item.kind == ENTRY), key=lambda item: _found(item).ms, default=None)
-    if untuned is None or best is None or _ratio_low(best, untuned) <= _ALIKE:
+def _note_beaten(group: Group, untuned: Item | None) -> None:
+    """Note where the entry that dispatch takes, the first by rank, is slower than what would run without it."""
+    entries = [item for item in group.items if item.kind == ENTRY and item.good]
+    taken = min(entries, key=lambda item: item.entry.rank, default=None)
+    if taken is None or untuned is None or not untuned.good or _ratio_low(taken, untuned) <= _ALIKE:
         return
-    slow, fast = _found(best).ms, _found(untuned).ms
-    best.beaten = (
+    slow, fast = _found(taken).ms, _found(untuned).ms
+    taken.beaten = (
         f"slower than what runs untuned: {slow:.4g} ms, {untuned.entry.kernel} by default {fast:.4g} "
         f"({slow / fast:.2f} times)"
     )
